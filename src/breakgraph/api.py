@@ -1,0 +1,118 @@
+"""The facade for any callable: :func:`capture`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from breakgraph.backends import Backend, make_backend
+from breakgraph.errors import ConfigError, StaleOutputError
+from breakgraph.graph import OutputPolicy, PlanFamily, PlanReport, ShapeKey
+from breakgraph.graph.tree import Tree, tree_leaves
+
+_KEY = ShapeKey("capture", 0)
+
+
+class CapturedGraph:
+    """One captured callable with a pool of its own. Made by :func:`capture`.
+
+    Owns: its plan family and backend. Closed by: the caller, or the end of a ``with`` block.
+    """
+
+    def __init__(self, family: PlanFamily, backend: Backend) -> None:
+        self._family = family
+        self._backend = backend
+        self._outputs: Tree = None
+
+    def replay(self) -> Tree:
+        """Run on what the static inputs hold now.
+
+        Returns:
+            The outputs, in the structure that the callable returns. See :attr:`outputs` for how long they are valid.
+
+        Raises:
+            ReplayError: a break broke its contract; the outputs are void, the graph stays usable.
+        """
+        self._outputs = None
+        self._outputs = self._backend.replay(_KEY)
+        return self._outputs
+
+    @property
+    def outputs(self) -> Tree:
+        """The last replay's outputs: overwritten by the next one, unless captured with ``outputs="copy"``.
+
+        Raises:
+            StaleOutputError: there was no replay, or the last one failed.
+        """
+        if self._outputs is None:
+            raise StaleOutputError("there are no outputs: nothing was replayed yet, or the last replay failed")
+        return self._outputs
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that the graph's memory pool has reserved."""
+        return self._family.pool_bytes
+
+    def explain(self) -> PlanReport:
+        """Segments, breaks, and what they hold; prints as text."""
+        return self._backend.explain()[_KEY]
+
+    def close(self) -> None:
+        """Destroy the graphs and give their memory back. Safe to call twice."""
+        self._outputs = None
+        self._backend.close()
+        self._family.close()
+
+    def __enter__(self) -> CapturedGraph:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def capture(
+    fn: Callable[..., Tree],
+    *static_inputs: Any,
+    backend: str = "breakable",
+    outputs: OutputPolicy = "borrow",
+    state: Sequence[torch.Tensor] = (),
+) -> CapturedGraph:
+    """Capture ``fn(*static_inputs)`` as CUDA-graph segments with eager breaks between them.
+
+    To run it on other values, copy them into the inputs (``x.copy_(...)``) and call :meth:`CapturedGraph.replay`.
+
+    Args:
+        fn: A module or function; marked calls in it (``eager_on_graph``, ``mark_eager``) run eagerly at every replay.
+        static_inputs: What it is called with. The tensors among them must stay where they are.
+        backend: ``"breakable"``, ``"full"`` (marked calls are recorded too) or ``"debug_eager"`` (one break, nothing is
+            recorded).
+        outputs: ``"borrow"`` (valid until the next replay) or ``"copy"``.
+        state: Tensors that ``fn`` updates in place; capture leaves them as they were.
+
+    Raises:
+        ConfigError: inputs on several devices or none, or a backend that does not capture.
+        CaptureError: nothing was captured; an exception of ``fn``'s own arrives unchanged.
+    """
+    family = PlanFamily(_one_device(fn, static_inputs))
+    try:
+        chosen = make_backend(backend, family)
+        if not chosen.captures:
+            raise ConfigError(f"expected a capturing backend, got {backend!r}; call the function, or use debug_eager")
+        chosen.capture(_KEY, lambda: fn(*static_inputs), state, outputs)
+    except BaseException:
+        family.close()
+        raise
+    return CapturedGraph(family, chosen)
+
+
+def _one_device(fn: Callable[..., Tree], static_inputs: Sequence[Any]) -> torch.device:
+    tensors = [leaf for _, leaf in tree_leaves(static_inputs) if isinstance(leaf, torch.Tensor)]
+    if not tensors and isinstance(fn, torch.nn.Module):
+        tensors = [*fn.parameters(), *fn.buffers()]
+    devices = {t.device for t in tensors}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices))) or "no tensor"
+        raise ConfigError(f"expected static inputs on one device, got {found}; move them, or pass the input tensors")
+    return devices.pop()

@@ -1,0 +1,24 @@
+"""Attention over the paged KV cache: the interface, its implementations, and the marked call that models make.
+
+`attend` is the eager break that a model calls; `make_attention` picks the implementation behind it.
+"""
+
+from breakgraph.attention.attend import attend
+from breakgraph.attention.base import AttentionBackend, AttentionMetadata, GraphSupport, LayerAttention
+from breakgraph.attention.kv_buffers import KVCacheBuffers
+from breakgraph.attention.registry import ATTENTION_NAMES, make_attention
+from breakgraph.attention.step import AttentionStep, current_step, use_step
+
+__all__ = [
+    "ATTENTION_NAMES",
+    "AttentionBackend",
+    "AttentionMetadata",
+    "AttentionStep",
+    "GraphSupport",
+    "KVCacheBuffers",
+    "LayerAttention",
+    "attend",
+    "current_step",
+    "make_attention",
+    "use_step",
+]

@@ -1,0 +1,29 @@
+"""The attention call that models make: an eager break in a breakable capture, a plain call otherwise."""
+
+from __future__ import annotations
+
+import torch
+
+from breakgraph.attention.step import current_step
+from breakgraph.graph import eager_on_graph
+
+
+# No valid_rows: the implementation defines the padding rows itself, so that padded eager steps get them too.
+@eager_on_graph(mutates=("out",))
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
+    """Attention of one layer for the step in progress; fills `out` [T, num_heads, v_head_dim] in place.
+
+    Batch lengths, block tables and the cache come from `current_step`, never from arguments: those would be the
+    capture's at every replay.
+
+    Args:
+        q: [T, num_heads, head_dim].
+        k: [T, num_kv_heads, head_dim].
+        v: [T, num_kv_heads, v_head_dim].
+
+    Raises:
+        RuntimeError: outside `use_step`.
+    """
+    metadata = current_step()
+    backend = metadata.backend
+    backend.forward(q, k, v, backend.layers[layer_id], metadata, out)

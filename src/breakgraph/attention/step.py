@@ -1,0 +1,80 @@
+"""One step's attention metadata, and the context through which breaks read it.
+
+Breaks must see the batch of *this* replay, so nothing here is ever passed as a break argument: the runner enters
+`use_step`, and the code inside the break asks for `current_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from breakgraph.attention.base import AttentionMetadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionStep:
+    """Which tokens belong to which request in one forward.
+
+    Tokens are packed request by request; rows from `num_tokens` on are padding. In the decode phase each row is one
+    request's only new token, the device tensors have `padded_num_tokens` rows, and the host lengths may be empty.
+    """
+
+    phase: str
+    num_tokens: int
+    """Live rows."""
+    padded_num_tokens: int
+    """All rows: the bucket, or `num_tokens` when the step is not padded."""
+    q_lens: tuple[int, ...] = ()
+    """New tokens of each live request."""
+    seq_lens: tuple[int, ...] = ()
+    """Tokens of each live request once this step has run: cached ones and new ones."""
+    cu_seqlens_q_gpu: torch.Tensor | None = None
+    """[R + 1] int32, running sum of `q_lens` from 0."""
+    seq_lens_gpu: torch.Tensor
+    """[R] int32."""
+    block_tables_gpu: torch.Tensor
+    """[R, max_blocks] int32; unused entries are 0, the reserved block."""
+    slot_mapping_gpu: torch.Tensor
+    """[padded_num_tokens] int64, block * block_size + offset; padding rows are 0."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.num_tokens <= self.padded_num_tokens, (
+            f"{self.num_tokens} live tokens in a step of {self.padded_num_tokens}"
+        )
+        assert len(self.q_lens) == len(self.seq_lens), f"{len(self.q_lens)} q_lens, {len(self.seq_lens)} seq_lens"
+        assert not self.q_lens or sum(self.q_lens) == self.num_tokens, (
+            f"q_lens sum to {sum(self.q_lens)}, the step has {self.num_tokens} live tokens"
+        )
+        assert all(0 < new <= total for new, total in zip(self.q_lens, self.seq_lens, strict=True)), (
+            f"each request needs 1 <= new tokens <= total tokens, got {self.q_lens} of {self.seq_lens}"
+        )
+
+
+_current: ContextVar[AttentionMetadata | None] = ContextVar("breakgraph_attention_step", default=None)
+
+
+@contextmanager
+def use_step(metadata: AttentionMetadata) -> Iterator[None]:
+    """Makes `metadata` the one that attention calls on this thread see; not nested, so that no step sees another's."""
+    if _current.get() is not None:
+        raise RuntimeError("a step is already in progress on this thread; leave its use_step before the next one")
+    token = _current.set(metadata)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_step() -> AttentionMetadata:
+    """The metadata of the step in progress. Raises RuntimeError outside `use_step`."""
+    metadata = _current.get()
+    if metadata is None:
+        raise RuntimeError("attention was called outside a step; call the model inside `with use_step(metadata):`")
+    return metadata

@@ -1,0 +1,131 @@
+"""The backend contract, and the one store of plans that the capturing backends share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from breakgraph.errors import CaptureError, ReplayError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from breakgraph.graph import OutputPolicy, Plan, PlanFamily, PlanReport, ShapeKey
+
+Tree = Any
+"""A tensor, a constant, or a container of trees."""
+
+
+class Backend(ABC):
+    """Makes forwards replayable under a key.
+
+    Borrows: the plan family (one replay at a time across all that share it).
+    """
+
+    name: ClassVar[str]
+    captures: ClassVar[bool]
+    """False: a replay is the plain call, so a runner need not pad for it."""
+    records_breaks: ClassVar[bool]
+    """True: marked calls end up inside the graph, so they must read nothing but static tensors."""
+
+    def __init__(self, family: PlanFamily) -> None:
+        self.family = family
+
+    @abstractmethod
+    def capture(
+        self,
+        key: ShapeKey,
+        forward: Callable[[], Tree],
+        state: Sequence[Tensor] = (),
+        outputs: OutputPolicy = "borrow",
+    ) -> None:
+        """Publish a plan of ``forward`` under ``key``, or nothing.
+
+        Args:
+            forward: Reads tensors at fixed addresses only; returns a tree of tensors.
+            state: Tensors that ``forward`` writes and that capture must put back.
+            outputs: Whether replays lend their outputs or give copies.
+
+        Raises:
+            CaptureError: ``key`` is taken, or the capture failed.
+        """
+
+    @abstractmethod
+    def replay(self, key: ShapeKey) -> Tree:
+        """Outputs of the plan; borrowed ones are overwritten by the family's next replay.
+
+        Raises:
+            ReplayError: nothing is captured under ``key``.
+        """
+
+    @abstractmethod
+    def captured(self, key: ShapeKey) -> bool:
+        """Whether :meth:`replay` of ``key`` is possible. Reads host values only."""
+
+    @abstractmethod
+    def explain(self) -> dict[ShapeKey, PlanReport]:
+        """What was captured, by key."""
+
+    @abstractmethod
+    def release(self, key: ShapeKey) -> None:
+        """Close one plan; unknown keys are ignored."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close every plan. The family stays open."""
+
+
+def already_captured(name: str, key: ShapeKey) -> CaptureError:
+    """The error of a second capture under one key."""
+    return CaptureError(f"backend {name!r}: {key} is already captured; release it first")
+
+
+def not_captured(name: str, key: ShapeKey, captured: Iterable[ShapeKey]) -> ReplayError:
+    """The error of a replay without a capture."""
+    listed = ", ".join(map(str, captured)) or "none"
+    return ReplayError(f"backend {name!r}: {key} is not captured (captured: {listed}); capture it first")
+
+
+class PlanBackend(Backend):
+    """A backend whose replays are plans of the family. Owns the plans; closed by its runner."""
+
+    captures = True
+
+    def __init__(self, family: PlanFamily) -> None:
+        super().__init__(family)
+        self._plans: dict[ShapeKey, Plan] = {}
+
+    def capture(
+        self,
+        key: ShapeKey,
+        forward: Callable[[], Tree],
+        state: Sequence[Tensor] = (),
+        outputs: OutputPolicy = "borrow",
+    ) -> None:
+        if key in self._plans:
+            raise already_captured(self.name, key)
+        self._plans[key] = self.family.capture(
+            forward, label=str(key), breaks=not self.records_breaks, state=state, outputs=outputs
+        )
+
+    def replay(self, key: ShapeKey) -> Tree:
+        plan = self._plans.get(key)
+        if plan is None:
+            raise not_captured(self.name, key, self._plans)
+        return plan.replay()
+
+    def captured(self, key: ShapeKey) -> bool:
+        return key in self._plans
+
+    def explain(self) -> dict[ShapeKey, PlanReport]:
+        return {key: plan.explain() for key, plan in self._plans.items()}
+
+    def release(self, key: ShapeKey) -> None:
+        plan = self._plans.pop(key, None)
+        if plan is not None:
+            plan.close()
+
+    def close(self) -> None:
+        for key in list(self._plans):
+            self.release(key)

@@ -1,0 +1,42 @@
+"""Backend names. A backend's module is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, cast
+
+from breakgraph.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from breakgraph.backends.base import Backend
+    from breakgraph.graph import PlanFamily
+
+_WHERE = {
+    "breakable": ("breakgraph.backends.breakable", "BreakableBackend"),
+    "debug_eager": ("breakgraph.backends.breakable", "DebugEagerBackend"),
+    "eager": ("breakgraph.backends.eager", "EagerBackend"),
+    "full": ("breakgraph.backends.full", "FullBackend"),
+}
+
+BACKENDS: tuple[str, ...] = tuple(_WHERE)
+
+
+def backend_class(name: str) -> type[Backend]:
+    """The class behind a name, for what it declares (``captures``, ``records_breaks``).
+
+    Raises:
+        UnknownNameError: no such backend; the message lists the known ones.
+    """
+    if name not in _WHERE:
+        raise UnknownNameError("backend", name, BACKENDS)
+    module, attribute = _WHERE[name]
+    return cast("type[Backend]", getattr(importlib.import_module(module), attribute))
+
+
+def make_backend(name: str, family: PlanFamily) -> Backend:
+    """A backend that captures into ``family``.
+
+    Raises:
+        UnknownNameError: no such backend; the message lists the known ones.
+    """
+    return backend_class(name)(family)

@@ -1,0 +1,85 @@
+"""Engine and sampling options of the subcommands that run a model, made from the dataclasses that define them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from breakgraph.engine.sampling import SamplingParams
+
+CACHE_VARIABLE = "BREAKGRAPH_CACHE"
+DEFAULT_MODEL = "smollm2"
+
+
+def int_list(text: str) -> tuple[int, ...]:
+    """ "1,2,3" as integers."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected integers with commas between them, got {text!r}") from None
+
+
+# By annotation, which the dataclasses keep as text.
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "str": str,
+    "int": int,
+    "int | None": int,
+    "float": float,
+    "Sequence[int] | None": int_list,
+    "str | Path | None": str,
+}
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field of EngineConfig, with its default and help."""
+    from breakgraph.engine.config import EngineConfig
+
+    group = parser.add_argument_group("engine options")
+    for field in dataclasses.fields(EngineConfig):
+        default = DEFAULT_MODEL if field.name == "model" else field.default
+        _add_flag(group, field, default)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field of SamplingParams; the engine's --seed is also the sampling seed."""
+    from breakgraph.engine.sampling import SamplingParams
+
+    group = parser.add_argument_group("sampling options")
+    for field in dataclasses.fields(SamplingParams):
+        if field.name == "stop":
+            group.add_argument("--stop", action="append", help=f"{field.metadata['help']}; may be given several times")
+        elif field.name == "ignore_eos":
+            group.add_argument("--ignore-eos", action="store_true", help=field.metadata["help"])
+        elif field.name != "seed":
+            _add_flag(group, field, field.default)
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of LLM, `model` included."""
+    from breakgraph.engine.config import EngineConfig
+
+    options = {field.name: getattr(args, field.name) for field in dataclasses.fields(EngineConfig)}
+    options["seed"] = EngineConfig.seed if args.seed is None else args.seed
+    options["cache_dir"] = args.cache_dir or os.environ.get(CACHE_VARIABLE) or None
+    return options
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """Raises ConfigError for a value out of range."""
+    from breakgraph.engine.sampling import SamplingParams
+
+    return SamplingParams(**{field.name: getattr(args, field.name) for field in dataclasses.fields(SamplingParams)})
+
+
+def _add_flag(group: Any, field: dataclasses.Field[Any], default: Any) -> None:
+    flag = "--" + field.name.replace("_", "-")
+    about = field.metadata["help"]
+    if field.name == "seed":
+        # One flag for both: None keeps unseeded sampling where only the engine has a default.
+        default, about = None, "for dummy weights and for sampling"
+    shown = "" if default is None else f" (default: {default})"
+    group.add_argument(flag, type=_PARSERS[str(field.type)], default=default, help=about + shown)

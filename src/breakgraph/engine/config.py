@@ -1,0 +1,225 @@
+"""What the user may set (EngineConfig), and how the open choices are settled (resolve).
+
+The command line reads the options from here, so this module loads torch only when it looks at the hardware.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from breakgraph.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+DTYPES = ("float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+
+_MAX_MODEL_LEN = {"cuda": 8192, "cpu": 2048}
+_MAX_NUM_BATCHED_TOKENS = {"cuda": 2048, "cpu": 256}
+_MAX_NUM_SEQS = {"cuda": 64, "cpu": 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Options of the engine, with vLLM's names where vLLM has them. None and "auto" are settled by `resolve`.
+
+    Raises ConfigError for a value that can never be used, naming the option, what is allowed and what came.
+    """
+
+    model: str = field(metadata={"help": "model folder, preset name, or smollm2"})
+    dtype: str = field(default="auto", metadata={"help": f"auto (the model's own) or one of {', '.join(DTYPES)}"})
+    load_format: str = field(default="auto", metadata={"help": "auto, or dummy for random weights and no tokenizer"})
+    max_model_len: int | None = field(default=None, metadata={"help": "longest prompt and answer together, in tokens"})
+    max_num_batched_tokens: int | None = field(
+        default=None,
+        metadata={"help": "tokens of one step: the chunk size of long prompts, and the largest prefill bucket"},
+    )
+    max_num_seqs: int | None = field(
+        default=None, metadata={"help": "requests that run at the same time, and the largest decode bucket"}
+    )
+    block_size: int = field(default=16, metadata={"help": "tokens in one KV block"})
+    num_gpu_blocks_override: int | None = field(
+        default=None, metadata={"help": "KV blocks, instead of as many as fit; one of them is reserved for padding"}
+    )
+    gpu_memory_utilization: float = field(default=0.9, metadata={"help": "share of the GPU's memory that may be used"})
+    prefill_backend: str = field(default="breakable", metadata={"help": "how steps with a prompt in them run"})
+    decode_backend: str = field(default="full", metadata={"help": "how steps without a prompt in them run"})
+    attention: str = field(default="auto", metadata={"help": "attention implementation"})
+    device: str = field(default="auto", metadata={"help": "auto, cuda, cuda:N, or cpu (emulated, not fast)"})
+    seed: int = field(default=0, metadata={"help": "for dummy weights and for requests without a seed"})
+    prefill_buckets: Sequence[int] | None = field(default=None, metadata={"help": "captured sizes, in tokens"})
+    decode_buckets: Sequence[int] | None = field(default=None, metadata={"help": "captured sizes, in requests"})
+    cache_dir: str | Path | None = field(default=None, metadata={"help": "where converted models are kept"})
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model must be a folder, a preset name or smollm2, got {self.model!r}")
+        _check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        _check_choice("load_format", self.load_format, LOAD_FORMATS)
+        _check_int("block_size", self.block_size, 1)
+        _check_int("seed", self.seed, 0)
+        for name, low in _OPTIONAL_COUNTS.items():
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), low)
+        for name in ("prefill_backend", "decode_backend", "attention", "device"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} must be a name, got {getattr(self, name)!r}")
+        utilization = self.gpu_memory_utilization
+        if not isinstance(utilization, int | float) or isinstance(utilization, bool) or not 0 < utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be a number in (0, 1], got {utilization!r}")
+        for name in ("prefill_buckets", "decode_buckets"):
+            object.__setattr__(self, name, _as_buckets(name, getattr(self, name)))
+        if self.max_num_batched_tokens is not None and self.max_num_seqs is not None:
+            self._check_budget(self.max_num_batched_tokens, self.max_num_seqs)
+
+    @property
+    def sizes(self) -> StepSizes:
+        """The sizes of a config that `resolve` has settled."""
+        max_model_len, tokens, seqs = self.max_model_len, self.max_num_batched_tokens, self.max_num_seqs
+        assert max_model_len is not None and tokens is not None and seqs is not None, "call resolve() first"  # noqa: PT018
+        return StepSizes(max_model_len, tokens, seqs)
+
+    @staticmethod
+    def _check_budget(max_num_batched_tokens: int, max_num_seqs: int) -> None:
+        if max_num_batched_tokens < max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={max_num_batched_tokens} must be at least max_num_seqs={max_num_seqs}, as "
+                "each running request decodes one token a step; raise the first or lower the second"
+            )
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """What one request and one step can have at most."""
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+_OPTIONAL_COUNTS = {"max_model_len": 2, "max_num_batched_tokens": 1, "max_num_seqs": 1, "num_gpu_blocks_override": 2}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The device that the engine runs on."""
+
+    device: torch.device
+
+    @classmethod
+    def detect(cls, device: str) -> Hardware:
+        """Raises ConfigError when the named device is not there."""
+        import torch
+
+        has_cuda = torch.cuda.is_available()
+        if device == "auto":
+            device = "cuda" if has_cuda else "cpu"
+        try:
+            parsed = torch.device(device)
+        except RuntimeError:
+            parsed = torch.device("meta")
+        if parsed.type not in ("cpu", "cuda"):
+            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
+        if parsed.type == "cuda":
+            if not has_cuda:
+                raise ConfigError(f"device={device!r}, but torch sees no CUDA device; use device='cpu' (emulated)")
+            parsed = torch.device("cuda", torch.cuda.current_device() if parsed.index is None else parsed.index)
+            if parsed.index >= torch.cuda.device_count():
+                raise ConfigError(f"device={device!r}, but torch sees {torch.cuda.device_count()} CUDA devices")
+        return cls(parsed)
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What the model's configuration says before any weight is read."""
+
+    max_position: int
+    dtype: str | None
+    """Of the checkpoint; None when it does not say."""
+
+
+def resolve(config: EngineConfig, hardware: Hardware, limits: ModelLimits) -> EngineConfig:
+    """A new config without "auto" or None among the sizes; each choice is logged with its reason.
+
+    Raises ConfigError for a max_model_len beyond the model's, and for sizes that don't fit each other.
+    """
+    device_type = hardware.device.type
+    choices = [_choose_device(config, hardware)]
+    if config.dtype == "auto":
+        choices.append(_choose_dtype(limits, device_type))
+    if config.max_model_len is None:
+        choices.append(_choose_max_model_len(limits, device_type))
+    elif config.max_model_len > limits.max_position:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is beyond the {limits.max_position} positions of {config.model}; "
+            f"use max_model_len={limits.max_position} or less"
+        )
+    seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    if seqs is None:
+        seqs = _MAX_NUM_SEQS[device_type] if tokens is None else min(_MAX_NUM_SEQS[device_type], tokens)
+        choices.append(_Choice("max_num_seqs", seqs, f"the default on {device_type}"))
+    if tokens is None:
+        tokens = max(_MAX_NUM_BATCHED_TOKENS[device_type], seqs)
+        choices.append(_Choice("max_num_batched_tokens", tokens, f"the default on {device_type}"))
+    for choice in choices:
+        logger.info("%s=%s: %s", choice.name, choice.value, choice.reason)
+    return dataclasses.replace(config, **{choice.name: choice.value for choice in choices})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    name: str
+    value: object
+    reason: str
+
+
+def _choose_device(config: EngineConfig, hardware: Hardware) -> _Choice:
+    if config.device != "auto":
+        reason = "as asked"
+    else:
+        reason = "torch sees no CUDA device" if hardware.device.type == "cpu" else "torch sees one"
+    return _Choice("device", str(hardware.device), reason)
+
+
+def _choose_dtype(limits: ModelLimits, device_type: str) -> _Choice:
+    if limits.dtype in DTYPES:
+        return _Choice("dtype", limits.dtype, "the model's own")
+    fallback = "float32" if device_type == "cpu" else "bfloat16"
+    return _Choice("dtype", fallback, f"the model's configuration says {limits.dtype}")
+
+
+def _choose_max_model_len(limits: ModelLimits, device_type: str) -> _Choice:
+    default = _MAX_MODEL_LEN[device_type]
+    if limits.max_position <= default:
+        return _Choice("max_model_len", limits.max_position, "the model's maximum")
+    reason = f"the model allows {limits.max_position}, but each captured decode row reads as much as is allowed"
+    return _Choice("max_model_len", default, reason)
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_int(name: str, value: object, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ConfigError(f"{name} must be an integer >= {low}, got {value!r}")
+
+
+def _as_buckets(name: str, value: object) -> tuple[int, ...] | None:
+    """A tuple, so that the config stays immutable; order and top are the ladder's business."""
+    if value is None:
+        return None
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise ConfigError(f"{name} must be a list of sizes, got {value!r}")
+    for size in value:
+        _check_int(f"each of {name}", size, 1)
+    return tuple(value)

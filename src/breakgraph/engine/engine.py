@@ -1,0 +1,184 @@
+"""The step loop: schedule, run, sample, commit. Nothing of a step is booked before all of it has succeeded."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from breakgraph.attention import KVCacheBuffers
+from breakgraph.engine.config import EngineConfig
+from breakgraph.engine.detokenizer import Detokenizer
+from breakgraph.engine.request import Request
+from breakgraph.engine.sampler import Sampler
+from breakgraph.engine.sampling import SamplingParams
+from breakgraph.engine.scheduler import ScheduledStep, Scheduler
+from breakgraph.engine.stats import engine_stats
+from breakgraph.engine.step_batch import build_batch
+from breakgraph.errors import ClosedError, ConfigError, EmptyPromptError, PromptError, PromptTooLongError
+from breakgraph.graph import PlanFamily
+from breakgraph.runners import Runner
+
+if TYPE_CHECKING:
+    from breakgraph.graph import PlanReport, ShapeKey
+
+CaptureProgress = Callable[[str, int, int], None]
+"""Called after each capture: key, captures done, captures in all of that runner."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the engine has to know of the model it runs."""
+
+    vocab_size: int
+    max_position: int
+    eos_token_ids: frozenset[int]
+
+
+class Engine:
+    """Serves requests with one model. Not thread-safe.
+
+    Made by `load_engine`. Owns: the runners, the plan family, the KV cache. Closed by: whoever loaded it.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        facts: ModelFacts,
+        tokenizer: Any | None,
+        family: PlanFamily,
+        kv: KVCacheBuffers,
+        runners: Mapping[str, Runner],
+        scheduler: Scheduler,
+        sampler: Sampler,
+    ) -> None:
+        self.config = config
+        self.facts = facts
+        self.tokenizer = tokenizer
+        self.family = family
+        self.kv: KVCacheBuffers | None = kv
+        self.runners = runners
+        self.scheduler = scheduler
+        self.sampler = sampler
+        self._request_ids = map(str, itertools.count())
+        self._closed = False
+
+    @property
+    def has_requests(self) -> bool:
+        return self.scheduler.has_requests
+
+    def capture(self, progress: Callable[[Runner], CaptureProgress | None] = lambda runner: None) -> None:
+        """Captures every bucket of every runner that is not captured yet. On failure nothing of that runner is kept."""
+        self._check_open()
+        for runner in self.runners.values():
+            runner.capture(progress(runner))
+
+    def make_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None = None
+    ) -> Request:
+        """Checks a request and makes it ready for `add`.
+
+        Raises EmptyPromptError, PromptTooLongError, RequestTooLargeError, PromptError (a token id that the model does
+        not have), or ConfigError (stop strings without a tokenizer).
+        """
+        self._check_open()
+        self._check_prompt(prompt_token_ids)
+        if params.stop_strings and self.tokenizer is None:
+            raise ConfigError(f"stop={list(params.stop_strings)} needs a tokenizer, {self.config.model} has none here; "
+                              "use stop_token_ids")  # fmt: skip
+        max_model_len = self.config.sizes.max_model_len
+        request = Request(
+            request_id=next(self._request_ids),
+            prompt=prompt,
+            prompt_token_ids=list(prompt_token_ids),
+            params=params,
+            max_total_tokens=min(len(prompt_token_ids) + params.max_tokens, max_model_len),
+            eos_token_ids=self.facts.eos_token_ids,
+            detokenizer=None if self.tokenizer is None else Detokenizer(self.tokenizer, prompt_token_ids),
+            generator=None if params.seed is None else self.sampler.make_generator(params.seed),
+        )
+        self.scheduler.check_fits(request)
+        return request
+
+    def add(self, request: Request) -> None:
+        """Queues a request."""
+        self._check_open()
+        self.scheduler.add(request)
+
+    def step(self) -> list[Request]:
+        """Runs one step and returns the requests that it finished.
+
+        Whatever is raised on the way, no token and no KV of this step is booked: the same step can be tried again, or
+        its requests aborted.
+        """
+        self._check_open()
+        step = self.scheduler.schedule()
+        if step is None:
+            return []
+        runner = self.runners["decode" if step.is_decode else "prefill"]
+        logits = runner.run(build_batch(step, self.config.block_size))
+        return self.scheduler.commit(step, self._sample(step, logits))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Drops requests and frees their blocks; unknown ids are ignored."""
+        self.scheduler.abort(request_ids)
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able counts, units in the names."""
+        self._check_open()
+        return engine_stats(self)
+
+    def explain(self) -> dict[ShapeKey, PlanReport]:
+        """What was captured, by key, largest bucket of each runner first."""
+        self._check_open()
+        return {key: report for runner in self.runners.values() for key, report in runner.explain().items()}
+
+    def close(self) -> None:
+        """Closes runners (with their backends and plans), then the pool, then lets go of weights and KV cache."""
+        if self._closed:
+            return
+        self._closed = True
+        runners, self.runners = self.runners, {}
+        with ExitStack() as stack:
+            stack.callback(setattr, self, "kv", None)
+            stack.callback(self.family.close)
+            for runner in runners.values():
+                stack.callback(runner.close)
+
+    def _check_prompt(self, token_ids: Sequence[int]) -> None:
+        max_model_len = self.config.sizes.max_model_len
+        if not token_ids:
+            raise EmptyPromptError("a prompt needs one token at least, got none")
+        if len(token_ids) >= max_model_len:
+            can_raise = max_model_len < self.facts.max_position
+            raise PromptTooLongError(
+                f"the prompt has {len(token_ids)} tokens, max_model_len={max_model_len} leaves room for "
+                f"{max_model_len - 1} and one new one; shorten it"
+                + (f", or raise max_model_len (the model allows {self.facts.max_position})" if can_raise else "")
+            )
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self.facts.vocab_size:
+            raise PromptError(
+                f"token id {low if low < 0 else high} is not in the vocabulary of {self.facts.vocab_size} tokens"
+            )
+
+    def _sample(self, step: ScheduledStep, logits_RV: Any) -> list[int | None]:
+        """One entry a row: None for chunks that don't reach the end of their prompt."""
+        wanted = [i for i, row in enumerate(step.rows) if row.needs_sample]
+        token_ids: list[int | None] = [None] * len(step.rows)
+        if not wanted:
+            return token_ids
+        requests = [step.rows[i].request for i in wanted]
+        if len(wanted) < len(step.rows):
+            logits_RV = logits_RV[wanted]
+        drawn = self.sampler.sample(logits_RV, [r.params for r in requests], [r.generator for r in requests])
+        for i, token_id in zip(wanted, drawn, strict=True):
+            token_ids[i] = token_id
+        return token_ids
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the engine was closed; make a new LLM")

@@ -1,0 +1,202 @@
+"""LLM: load a model, generate text. The names and the behaviour of vLLM's class where it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from tqdm import tqdm
+
+from breakgraph.engine.config import EngineConfig
+from breakgraph.engine.engine import CaptureProgress
+from breakgraph.engine.loading import load_engine
+from breakgraph.engine.outputs import RequestOutput
+from breakgraph.engine.prompts import Prompt, TokenPrompt, as_prompt_list, tokenize
+from breakgraph.engine.sampling import SamplingParams
+from breakgraph.errors import ConfigError
+from breakgraph.runners import Runner
+
+if TYPE_CHECKING:
+    from breakgraph.graph import PlanReport, ShapeKey
+
+Message = Mapping[str, Any]
+"""{"role": ..., "content": ...}"""
+
+
+class LLM:
+    """A loaded and captured model. Close it, or use it as a context manager.
+
+    Not thread-safe. Owns: the engine.
+
+    Args:
+        model: a folder, a preset name, or "smollm2".
+        use_tqdm: show a bar on stderr while capturing, when stderr is a terminal.
+        options: see EngineConfig.
+
+    Raises:
+        ConfigError: an option that cannot be used, or a model that cannot be loaded.
+        CaptureError: a bucket could not be captured. Like a Ctrl-C, it leaves nothing behind.
+    """
+
+    def __init__(self, model: str, *, use_tqdm: bool = True, **options: Any) -> None:
+        self.engine = load_engine(EngineConfig(model=model, **options))
+        try:
+            with _CaptureBars(use_tqdm) as bars:
+                self.engine.capture(bars.start)
+        except BaseException:
+            self.engine.close()
+            raise
+
+    @property
+    def config(self) -> EngineConfig:
+        """The options in effect, with every open choice settled."""
+        return self.engine.config
+
+    @property
+    def tokenizer(self) -> Any | None:
+        """The Hugging Face tokenizer; None for dummy weights."""
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers to the prompts, in their order.
+
+        All prompts are checked before the first one runs. When anything goes wrong later, a Ctrl-C included, all of
+        this call's requests are dropped and the LLM can be used again.
+
+        Args:
+            prompts: text, token ids ([1, 2, 3]), {"prompt_token_ids": [1, 2, 3]}, or a list of these.
+            sampling_params: one for all, or one a prompt; None is SamplingParams().
+            use_tqdm: show a bar on stderr, when that is a terminal.
+
+        Raises:
+            PromptError: a prompt that can never be served, with the reason.
+            ConfigError: text for a model without a tokenizer; a wrong number of sampling_params.
+        """
+        return self._run(
+            [tokenize(prompt, self._encode) for prompt in as_prompt_list(prompts)], sampling_params, use_tqdm
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The next message of one conversation or of several, through the tokenizer's chat template.
+
+        Raises as `generate` does, and ConfigError when there is no chat template.
+        """
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: list[Any] = [messages] if is_one else list(messages)
+        return self._run(
+            [self._apply_template(conversation) for conversation in conversations], sampling_params, use_tqdm
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """What was captured and what ran how, for each runner; JSON-able, units in the names."""
+        return self.engine.stats()
+
+    def explain(self) -> dict[ShapeKey, PlanReport]:
+        """The report of every captured plan; str() of one is for people."""
+        return self.engine.explain()
+
+    def close(self) -> None:
+        """Closes the plans and gives the memory back. A second call does nothing."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(
+        self,
+        prompts: Sequence[TokenPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = _one_each(sampling_params, len(prompts))
+        requests = [self.engine.make_request(p.token_ids, s, p.text) for p, s in zip(prompts, params, strict=True)]
+        with tqdm(total=len(requests), desc="generate", unit="prompt", disable=None if use_tqdm else True) as bar:
+            try:
+                for request in requests:
+                    self.engine.add(request)
+                while self.engine.has_requests:
+                    bar.update(len(self.engine.step()))
+            except BaseException:
+                self.engine.abort([request.request_id for request in requests])
+                raise
+        return [request.output() for request in requests]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._need_tokenizer("text prompts")(text).input_ids)
+
+    def _apply_template(self, conversation: Sequence[Message]) -> TokenPrompt:
+        tokenizer = self._need_tokenizer("chat")
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                f"the tokenizer of {self.config.model} has no chat template; use generate with a whole prompt"
+            )
+        text = tokenizer.apply_chat_template(list(conversation), tokenize=False, add_generation_prompt=True)
+        # The template writes the special tokens itself.
+        return TokenPrompt(list(tokenizer(text, add_special_tokens=False).input_ids), text)
+
+    def _need_tokenizer(self, what: str) -> Any:
+        if self.tokenizer is None:
+            why = "load_format='dummy' has none" if self.config.load_format == "dummy" else "the model folder has none"
+            raise ConfigError(f'{what} need a tokenizer, and {why}; pass token ids: {{"prompt_token_ids": [1, 2, 3]}}')
+        return self.tokenizer
+
+
+def _one_each(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> Sequence[SamplingParams]:
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * num_prompts
+    if len(sampling_params) != num_prompts:
+        raise ConfigError(
+            f"sampling_params must be one SamplingParams or one for each of the {num_prompts} prompts, "
+            f"got {len(sampling_params)}"
+        )
+    return sampling_params
+
+
+class _CaptureBars:
+    """One bar a runner."""
+
+    def __init__(self, use_tqdm: bool) -> None:
+        self._disable = None if use_tqdm else True
+        self._bar: tqdm | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def start(self, runner: Runner) -> CaptureProgress | None:
+        self.__exit__()
+        if not runner.backend.captures:
+            return None
+        bar = self._bar = tqdm(
+            total=len(runner.spec.ladder), desc=f"capture {runner.spec.phase}", unit="bucket", disable=self._disable
+        )
+
+        def update(key: str, done: int, total: int) -> None:
+            bar.total = total
+            bar.set_postfix_str(key, refresh=False)
+            bar.update(done - bar.n)
+
+        return update

@@ -1,0 +1,138 @@
+"""From a config to an engine, ready to capture. What was made is closed again when a later step fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from breakgraph.attention import AttentionBackend, KVCacheBuffers, make_attention
+from breakgraph.attention.kv_buffers import kv_bytes_per_block
+from breakgraph.backends import backend_class, make_backend
+from breakgraph.engine.config import EngineConfig, Hardware, ModelLimits, resolve
+from breakgraph.engine.device_memory import available_kv_bytes
+from breakgraph.engine.engine import Engine, ModelFacts
+from breakgraph.engine.kv_cache import BlockAllocator, KVDemand, choose_num_blocks
+from breakgraph.engine.sampler import Sampler
+from breakgraph.engine.scheduler import Scheduler
+from breakgraph.graph import PlanFamily
+from breakgraph.runners import DecodeRunner, PrefillRunner, decode_spec, prefill_spec
+from breakgraph.runners.base import Forward, Runner
+
+if TYPE_CHECKING:
+    from breakgraph.models import HFModel
+
+logger = logging.getLogger(__name__)
+
+
+def load_engine(config: EngineConfig) -> Engine:
+    """Loads the model, sizes and allocates the KV cache, warms up both runners. Captures nothing.
+
+    Raises ConfigError (or one of its kinds) for whatever the config asks that cannot be had.
+    """
+    from breakgraph.models import load_model, load_tokenizer, resolve_model
+
+    for name in (config.prefill_backend, config.decode_backend):
+        backend_class(name)  # an unknown name is said before the weights are read
+    source = resolve_model(config.model, load_format=config.load_format, cache_dir=config.cache_dir)
+    dtype_name = None if source.dtype is None else str(source.dtype).removeprefix("torch.")
+    config = resolve(config, Hardware.detect(config.device), ModelLimits(source.max_position, dtype_name))
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    model = load_model(source, dtype=dtype, device=device, seed=config.seed)
+    attention = make_attention(config.attention, device, dtype, model.layers)
+    with ExitStack() as on_failure:
+        family = PlanFamily(device)
+        on_failure.callback(family.close)
+        kv = _allocate_kv(config, model, attention, family)
+        attention.bind(kv)
+        runners = _make_runners(config, model, attention, family, kv.num_blocks)
+        for runner in runners:
+            on_failure.callback(runner.close)
+            runner.allocate()
+            runner.warm_up()
+        engine = Engine(
+            config=config,
+            facts=ModelFacts(model.vocab_size, model.max_position, frozenset(model.eos_token_ids)),
+            tokenizer=load_tokenizer(source),
+            family=family,
+            kv=kv,
+            runners={runner.spec.phase: runner for runner in runners},
+            scheduler=_make_scheduler(config, kv.num_blocks),
+            sampler=Sampler(device, config.seed),
+        )
+        on_failure.pop_all()
+    return engine
+
+
+def _allocate_kv(
+    config: EngineConfig, model: HFModel, attention: AttentionBackend, family: PlanFamily
+) -> KVCacheBuffers:
+    device, sizes = torch.device(config.device), config.sizes
+    demand = KVDemand(
+        bytes_per_block=kv_bytes_per_block(model.layers, config.block_size, model.dtype),
+        block_size=config.block_size,
+        max_model_len=sizes.max_model_len,
+        max_num_seqs=sizes.max_num_seqs,
+    )
+
+    def allocate(num_blocks: int) -> KVCacheBuffers:
+        return KVCacheBuffers.allocate(model.layers, num_blocks, config.block_size, model.dtype, device)
+
+    def run_largest_step() -> None:
+        # Only the reserved block exists yet; warming up touches no other.
+        attention.bind(allocate(1))
+        for runner in _make_runners(config, model, attention, family, num_blocks=1):
+            runner.warm_up()
+
+    available = 0
+    if config.num_gpu_blocks_override is None:
+        available = available_kv_bytes(device, config.gpu_memory_utilization, run_largest_step)
+    return allocate(choose_num_blocks(demand, available, config.num_gpu_blocks_override))
+
+
+def _make_runners(
+    config: EngineConfig, model: HFModel, attention: AttentionBackend, family: PlanFamily, num_blocks: int
+) -> tuple[Runner, ...]:
+    sizes = config.sizes
+    prefill = prefill_spec(
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_num_seqs=sizes.max_num_seqs,
+        max_model_len=sizes.max_model_len,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        buckets=config.prefill_buckets,
+    )
+    decode = decode_spec(
+        max_num_seqs=sizes.max_num_seqs,
+        max_model_len=sizes.max_model_len,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        buckets=config.decode_buckets,
+    )
+    forward = _forward_of(model)
+    device = torch.device(config.device)
+    return (
+        PrefillRunner(prefill, make_backend(config.prefill_backend, family), forward, attention, device),
+        DecodeRunner(decode, make_backend(config.decode_backend, family), forward, attention, device),
+    )
+
+
+def _forward_of(model: HFModel) -> Forward:
+    def forward(fields: Mapping[str, Tensor]) -> Tensor:
+        return model.forward(fields["input_ids"], fields["positions"], fields["logits_rows"])
+
+    return forward
+
+
+def _make_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
+    sizes = config.sizes
+    return Scheduler(
+        BlockAllocator(num_blocks),
+        block_size=config.block_size,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+    )

@@ -1,0 +1,30 @@
+"""What a request gives back: the names of vLLM's outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One answer. `token_ids` hold the token that ended it; `text` holds neither a stop string nor special tokens."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    """"stop" (end of sequence, stop string or stop token), "length" (max_tokens or the context), "abort"."""
+    stop_reason: int | str | None
+    """The stop string or stop token that ended it; None for the end of sequence."""
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A finished request."""
+
+    request_id: str
+    prompt: str | None
+    """None when the prompt came as token ids."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool

@@ -1,0 +1,51 @@
+"""The ways of writing a prompt, brought to one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from breakgraph.errors import ConfigError, PromptError
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+
+
+@dataclass(frozen=True)
+class TokenPrompt:
+    """A prompt as token ids, with its text where it came as one."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts from one prompt or several. A flat list of integers is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise ConfigError(f"prompts must be text, token ids, a dict, or a list of them, got {type(prompts).__name__}")
+    if prompts and all(_is_int(item) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def tokenize(prompt: Prompt, encode: Callable[[str], list[int]]) -> TokenPrompt:
+    """Raises PromptError for a prompt of another type; whatever `encode` raises comes through."""
+    if isinstance(prompt, Mapping):
+        if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+            raise PromptError(f"a prompt dict has 'prompt' or 'prompt_token_ids' and nothing else, got {list(prompt)}")
+        key, prompt = next(iter(prompt.items()))
+        if isinstance(prompt, str) is not (key == "prompt"):
+            raise PromptError(f"{key!r} must be {'text' if key == 'prompt' else 'a list of token ids'}, got {prompt!r}")
+    if isinstance(prompt, str):
+        return TokenPrompt(encode(prompt), prompt)
+    if isinstance(prompt, Sequence) and all(_is_int(item) for item in prompt):
+        return TokenPrompt([operator.index(item) for item in prompt])  # type: ignore[arg-type]
+    raise PromptError(f"a prompt must be text, a list of token ids, or a dict with either, got {prompt!r:.200}")
+
+
+def _is_int(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)

@@ -1,0 +1,127 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from breakgraph.engine.detokenizer import Detokenizer, find_stop
+from breakgraph.engine.outputs import CompletionOutput, RequestOutput
+from breakgraph.engine.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """Prompt, answer so far, and how much of both is in the KV cache.
+
+    The scheduler owns `status`, `block_ids` and `num_computed_tokens`; tokens are added through `append_token`.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_total_tokens: int
+    """Prompt and answer together: max_tokens, cut to the context."""
+    eos_token_ids: frozenset[int] = frozenset()
+    detokenizer: Detokenizer | None = None
+    generator: torch.Generator | None = None
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    """Tokens whose KV is in the cache."""
+    block_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    _text_end: int | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Known tokens whose KV is still to be computed; 1 while decoding."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed_tokens < self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def pending_token_ids(self, num_tokens: int) -> list[int]:
+        """The next `num_tokens` tokens to compute."""
+        start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
+        num_prompt = self.num_prompt_tokens
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : end - num_prompt]
+        return self.prompt_token_ids[start:end] + self.output_token_ids[: max(0, end - num_prompt)]
+
+    def append_token(self, token_id: int) -> None:
+        """Takes a sampled token and decides whether it is the last one (`finish_reason`)."""
+        self.output_token_ids.append(token_id)
+        if not self.params.ignore_eos and token_id in self.eos_token_ids:
+            self.finish_reason = "stop"
+        elif token_id in (self.params.stop_token_ids or ()):
+            self.finish_reason, self.stop_reason = "stop", token_id
+        elif self._has_stop_string(token_id):
+            self.finish_reason = "stop"
+        elif self.num_tokens >= self.max_total_tokens:
+            self.finish_reason = "length"
+
+    def _has_stop_string(self, token_id: int) -> bool:
+        if self.detokenizer is None or not self.params.stop_strings:
+            return False
+        new_text = self.detokenizer.append([token_id])
+        hit = find_stop(self.detokenizer.text, len(new_text), self.params.stop_strings)
+        if hit is None:
+            return False
+        self._text_end, self.stop_reason = hit
+        return True
+
+    def _final_text(self) -> str:
+        if self.detokenizer is None:
+            return ""
+        if self._text_end is not None:
+            return self.detokenizer.text[: self._text_end]
+        # Stopped, but by no string: by its last token, which is not part of the text.
+        shown = self.output_token_ids[:-1] if self.finish_reason == "stop" else self.output_token_ids
+        if not self.params.stop_strings:
+            self.detokenizer.append(shown)
+        self.detokenizer.finish()
+        return self.detokenizer.text
+
+    def output(self) -> RequestOutput:
+        """What the caller gets. Only once, and only after the request has finished."""
+        assert self.is_finished, f"request {self.request_id} is {self.status.value}"
+        completion = CompletionOutput(
+            index=0,
+            text=self._final_text(),
+            token_ids=list(self.output_token_ids),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=list(self.prompt_token_ids),
+            outputs=[completion],
+            finished=True,
+        )

@@ -1,0 +1,88 @@
+"""What a caller may ask of one request: the names and ranges of vLLM's SamplingParams."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from breakgraph.errors import ConfigError
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: float32 logits divided by less overflow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends.
+
+    Raises ConfigError for a value out of range, naming the field, the range and the value.
+    """
+
+    temperature: float = field(default=1.0, metadata={"help": "0 is greedy; higher is more random"})
+    top_p: float = field(default=1.0, metadata={"help": "keep the likeliest tokens up to this probability mass"})
+    top_k: int = field(default=0, metadata={"help": "keep the k likeliest tokens; 0 or -1 keeps all"})
+    min_p: float = field(default=0.0, metadata={"help": "drop tokens below this share of the likeliest one's"})
+    max_tokens: int = field(default=16, metadata={"help": "new tokens at most"})
+    stop: str | Sequence[str] | None = field(default=None, metadata={"help": "strings that end the text, not included"})
+    stop_token_ids: Sequence[int] | None = field(default=None, metadata={"help": "tokens that end the request"})
+    ignore_eos: bool = field(default=False, metadata={"help": "go on after the model's end-of-sequence token"})
+    seed: int | None = field(default=None, metadata={"help": "same tokens on every run, whatever else is in the batch"})
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, 0.0, math.inf)
+        _check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_int("top_k", self.top_k, -1, "an integer >= 1, or 0 or -1 to keep all tokens")
+        _check_int("max_tokens", self.max_tokens, 1, "an integer >= 1")
+        if self.seed is not None:
+            _check_int("seed", self.seed, None, "an integer")
+            if not -(2**63) <= self.seed < 2**63:
+                raise ConfigError(f"seed must fit 64 bits, got {self.seed}")
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        object.__setattr__(self, "stop", _as_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _as_token_ids(self.stop_token_ids))
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(self.stop or ())
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_int(name: str, value: object, low: int | None, expected: str) -> None:
+    if not _is_int(value) or (low is not None and value < low):  # type: ignore[operator]
+        raise ConfigError(f"{name} must be {expected}, got {value!r}")
+
+
+def _check_number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    in_range = is_number and math.isfinite(value) and low <= value <= high  # type: ignore[arg-type,operator]
+    if not in_range or (low_open and value == low):
+        limits = f"{'(' if low_open else '['}{low:g}, {'inf)' if high == math.inf else f'{high:g}]'}"
+        raise ConfigError(f"{name} must be a number in {limits}, got {value!r}")
+
+
+def _as_strings(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    strings = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else (value,)
+    for item in strings:
+        if not isinstance(item, str) or not item:
+            raise ConfigError(f"stop must be a non-empty string or a list of them, got {value!r}")
+    return strings
+
+
+def _as_token_ids(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(_is_int(v) and v >= 0 for v in value):
+        raise ConfigError(f"stop_token_ids must be a list of token ids >= 0, got {value!r}")
+    return tuple(value)

@@ -1,0 +1,187 @@
+"""Capturing one plan: segments closed at breaks, breaks run on real data, results carried over boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from breakgraph.errors import BreakArgumentError, BreakResultError, StalePoolTensorError
+from breakgraph.graph.boundary import ResultStore, view_of
+from breakgraph.graph.device import Block, CaptureSession, Device, Pool, Segment
+from breakgraph.graph.eager_break import BreakSpec, run_plain
+from breakgraph.graph.effects import tensors_in
+from breakgraph.graph.outputs import copy_into
+from breakgraph.graph.plan import EagerStep, GraphStep
+from breakgraph.graph.tree import Tree, describe, is_constant, tree_map
+
+
+class _FirstRun(TorchDispatchMode):
+    """Watches a break's first run: the streams it launches on, the storages it makes."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+        self._main = device.current_stream()
+        self.side_streams: list[Any] = []
+        self.made: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        stream = self._device.current_stream()
+        if stream != self._main and stream not in self.side_streams:
+            self.side_streams.append(stream)
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tensors_in(list(args))}
+        for tensor in tensors_in(out):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given and storage._cdata not in self.made:
+                self.made[storage._cdata] = StorageWeakRef(storage)
+        return out
+
+
+class CaptureBuilder:
+    """The capture of this thread. Marked calls reach it through ``eager_break.active``.
+
+    Borrows: device, pool. Gives away: ``steps``, whole, or nothing after :meth:`abort`.
+    """
+
+    def __init__(self, device: Device, pool: Pool, stream: Any, breaks: bool) -> None:
+        self.steps: list[GraphStep | EagerStep] = []
+        self.pins: dict[int, torch.UntypedStorage] = {}
+        self._device = device
+        self._pool = pool
+        self._breaks = breaks
+        self._in_break = False
+        self._pending: EagerStep | None = None
+        self._made_in_breaks: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._older: list[Block] = pool.live_blocks()
+        self._session: CaptureSession = device.open_capture(pool, stream, self._check_storage)
+
+    def build(self, fn: Callable[[], Tree], places: Tree) -> None:
+        """Capture ``fn``; its outputs end in ``places``. On an error everything is dropped and the error passed on."""
+        try:
+            with self._session:
+                self._session.begin()
+                copy_into(places, fn())
+                self._close_segment()
+        except BaseException:
+            self._session.abort()
+            raise
+
+    @property
+    def new_blocks(self) -> list[Block]:
+        """Pool blocks that are live now and were not before this capture."""
+        older = {block.address for block in self._older}
+        return [block for block in self._pool.live_blocks() if block.address not in older]
+
+    def call_break(
+        self, spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Tree:  # fmt: skip
+        """A marked call while this thread captures: closes the segment, runs the break, opens the next segment."""
+        if not self._breaks or self._in_break:
+            return run_plain(spec, fn, args, kwargs)
+        with self._session.main_stream():
+            self._close_segment()
+            originals: list[torch.Tensor] = []
+            step = self._bind(spec, fn, args, kwargs, originals)
+            self._in_break = True
+            try:
+                result = self._run_first(step)
+            finally:
+                self._in_break = False
+            mutated = [i for i, t in enumerate(step.tensors) if any(t is m for m in step.mutated)]
+            step.results = ResultStore(spec, result, step.tensors, mutated)
+            del result
+            self._session.begin()
+            carried = step.results.allocate(originals)
+            self._pending = step
+            self.steps.append(step)
+        return carried
+
+    def _close_segment(self) -> None:
+        """End the open segment and run it once: the break that follows sees real data, as it will at every replay."""
+        segment = self._session.end()
+        self._pool.refresh()
+        self.pins.update((pin._cdata, pin) for pin in segment.pins if not self._pool.owns(pin.data_ptr()))
+        self.steps.append(GraphStep(segment))
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            assert pending.results is not None
+            pending.writable += pending.results.detach_from(self._pool)
+            with pending.scope():
+                pending.results.fill_first()
+        segment.replay()
+
+    def _bind(
+        self, spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwargs: dict[str, Any],
+        originals: list[torch.Tensor],
+    ) -> EagerStep:  # fmt: skip
+        """Arguments that stay right at every replay: views of pool memory, pinned outside tensors, constants."""
+        tensors: list[torch.Tensor] = []
+
+        def bind(leaf: Any, path: str) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                if is_constant(leaf) or isinstance(leaf, torch.nn.Module | torch.Size):
+                    return leaf
+                raise BreakArgumentError(
+                    f"argument {path} of break {spec.name} is {describe(leaf)}, which would keep its capture-time "
+                    "state at every replay; pass tensors and constants, and read what changes from step to step inside the "
+                    "break, from the step's own context"
+                )
+            bound = self._bind_tensor(leaf, path, spec)
+            originals.append(leaf)
+            tensors.append(bound)
+            return bound
+
+        call = spec.signature.bind(*args, **kwargs)
+        for name, value in call.arguments.items():
+            call.arguments[name] = tree_map(bind, value, name)
+        mutated = spec.mutated(call.args, call.kwargs)
+        return EagerStep(self._device, self._pool, spec, fn, call.args, call.kwargs, tensors, mutated)
+
+    def _bind_tensor(self, tensor: torch.Tensor, path: str, spec: BreakSpec) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        self._check_storage(storage)
+        if self._pool.owns(storage.data_ptr()):
+            return view_of(tensor, self._pool)
+        if self._device.is_transient_host(tensor):
+            raise BreakArgumentError(
+                f"argument {path} of break {spec.name} is a host tensor ({describe(tensor)}) made during the capture: "
+                "replays would read its capture-time values; make it on the device, or read it inside the break"
+            )
+        self.pins[storage._cdata] = storage
+        return tensor.detach()
+
+    def _run_first(self, step: EagerStep) -> Tree:
+        watch = _FirstRun(self._device)
+        with step.scope(), watch:
+            result = step.call()
+        step.side_streams = watch.side_streams
+        self._device.join(step.side_streams)
+        self._made_in_breaks.update((cdata, (ref, step.spec.name)) for cdata, ref in watch.made.items())
+        return result
+
+    def _check_storage(self, storage: torch.UntypedStorage) -> None:
+        """Raises for a pool tensor of another plan, and for one that a break made and handed on behind our back."""
+        if self._older:
+            address = storage.data_ptr()
+            if any(block.address <= address < block.address + block.nbytes for block in self._older):
+                raise StalePoolTensorError(
+                    f"a tensor at {address:#x} belongs to this pool and is older than the plan being captured: other "
+                    "plans overwrite it; clone it outside the captured function"
+                )
+        made = self._made_in_breaks.get(storage._cdata)
+        if made is not None and not made[0].expired():
+            raise BreakResultError(
+                f"a tensor made inside break {made[1]} is used after it without being its result: replays would read "
+                "the capture-time one; return it from the break"
+            )
+
+    def drop(self) -> list[Segment]:
+        """Give up: forgets everything but the closed segments, whose graphs the family destroys when it closes."""
+        segments = [step.segment for step in self.steps if isinstance(step, GraphStep)]
+        self.steps, self.pins, self._pending = [], {}, None
+        return segments

@@ -1,0 +1,172 @@
+"""The CPU device: the rules of CUDA graphs on a laptop. It claims no speed.
+
+What it cannot see: races between streams, what a kernel does inside (an opaque operator's declared effects are
+believed), CUDA addresses, ``x.to("cpu")`` (here every tensor is there already), which rows ``index_put_`` and its like
+reach, and host tensors made by factories without a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from breakgraph.errors import UndeclaredWriteError
+from breakgraph.graph.cpu_pool import CpuPool
+from breakgraph.graph.cpu_record import CpuRecorder, OpaqueOpGuard, TapeEntry, is_host, tag_host
+from breakgraph.graph.device import CaptureSession, Device, Pool, Segment
+from breakgraph.graph.effects import allocates_only, reads_and_writes
+from breakgraph.graph.refusals import HostReadGuard
+
+
+class CpuSegment(Segment):
+    """A tape and the pool it runs on."""
+
+    def __init__(self, pool: CpuPool, tape: list[TapeEntry], pins: Sequence[torch.UntypedStorage]) -> None:
+        self._pool = pool
+        self._tape = tape
+        self.pins = pins
+        self.num_ops = self.num_nodes = len(tape)
+        self._has_run = False
+
+    def replay(self) -> None:
+        opaque = not self._has_run and any(entry.func.namespace != "aten" for entry in self._tape)
+        with OpaqueOpGuard() if opaque else nullcontext():
+            for entry in self._tape:
+                entry.run(self._pool)
+        self._has_run = True
+
+    def close(self) -> None:
+        self._tape = []
+        self.pins = []
+
+
+class CpuCapture(CaptureSession):
+    """Recorder and host guard around one plan's capture."""
+
+    def __init__(self, pool: CpuPool, check_storage: Callable[[torch.UntypedStorage], None]) -> None:
+        self._pool = pool
+        self._recorder = CpuRecorder(pool, check_storage)
+        self._guard = HostReadGuard(lambda t: not is_host(t), tag_host)
+        self._scope = ExitStack()
+
+    def __enter__(self) -> CpuCapture:
+        self._scope.enter_context(self._guard)
+        self._scope.enter_context(self._recorder)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._scope.close()
+
+    def begin(self) -> None:
+        self._recorder.start()
+        self._guard.enabled = True
+
+    def end(self) -> CpuSegment:
+        tape, pins = self._recorder.tape, list(self._recorder.pins.values())
+        assert tape is not None, "no segment is open"
+        self.abort()
+        return CpuSegment(self._pool, tape, pins)
+
+    def abort(self) -> None:
+        self._guard.enabled = False
+        self._recorder.tape, self._recorder.pins = None, {}
+
+    def main_stream(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class _BreakWatch(TorchDispatchMode):
+    """Checks what a break reads from the pool, and what it writes there against what it declares."""
+
+    def __init__(self, pool: CpuPool, writable: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._pool = pool
+        self._writable = {t.untyped_storage().data_ptr() for t in writable}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:
+            decomposed = func.decompose(*args, **kwargs)
+        if decomposed is not NotImplemented:
+            return decomposed
+        if func.is_view or allocates_only(func):
+            return func(*args, **kwargs)
+        reads, writes = reads_and_writes(func, args, kwargs)
+        for tensor in reads:
+            if (span := self._pool.span(tensor)) is not None:
+                self._pool.check_written(span, f"{func} in an eager break")
+        out = func(*args, **kwargs)
+        for tensor in writes:
+            if (span := self._pool.span(tensor)) is not None:
+                if tensor.untyped_storage().data_ptr() not in self._writable:
+                    raise UndeclaredWriteError(
+                        f"{func} in an eager break wrote into an argument that segments share; name it in "
+                        "@eager_on_graph(mutates=(...))"
+                    )
+                self._pool.mark_written(span)
+        return out
+
+
+class CpuDevice(Device):
+    """Emulates capture and replay; has no streams."""
+
+    torch_device = torch.device("cpu")
+    emulated = True
+
+    def new_pool(self) -> CpuPool:
+        return CpuPool()
+
+    def new_stream(self) -> None:
+        return None
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def open_capture(
+        self, pool: Pool, stream: Any, check_storage: Callable[[torch.UntypedStorage], None]
+    ) -> CpuCapture:
+        assert isinstance(pool, CpuPool)
+        return CpuCapture(pool, check_storage)
+
+    def current_stream(self) -> None:
+        return None
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def break_scope(
+        self, pool: Pool, writable: Sequence[torch.Tensor], side_streams: Sequence[Any]
+    ) -> AbstractContextManager[Any]:
+        assert isinstance(pool, CpuPool)
+        return _BreakWatch(pool, writable)
+
+    def join(self, side_streams: Sequence[Any]) -> None:
+        """There are no streams here."""
+
+    def is_transient_host(self, tensor: torch.Tensor) -> bool:
+        return is_host(tensor)
+
+    def begin_replay(self, pool: Pool, last_stream: Any) -> None:
+        assert isinstance(pool, CpuPool)
+        pool.begin_replay()
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Any) -> None:
+        torch.set_rng_state(state)
+
+    def synchronize(self) -> None:
+        """Nothing runs behind the host's back here."""
+
+    def check_usable(self) -> None:
+        """The emulation holds no state outside its objects, so it is always usable."""
+
+    def after_failure(self) -> None:
+        """See :meth:`check_usable`."""
+
+

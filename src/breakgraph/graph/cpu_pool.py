@@ -1,0 +1,195 @@
+"""The emulated pool: reuses freed blocks as a caching allocator does, and knows which bytes this replay has written."""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right, insort
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from breakgraph.errors import UnwrittenReadError
+from breakgraph.graph.device import Block, Pool
+
+_ALIGNMENT = 512
+_SMALL_ARENA = 2 << 20
+_LARGE_ARENA = 20 << 20
+
+
+class _Arena:
+    """One reservation: memory, its written map (one byte a byte), and the free runs in it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = bytearray(nbytes + _ALIGNMENT)
+        raw = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+        self.skip = -raw % _ALIGNMENT
+        self.address = raw + self.skip
+        self.nbytes = nbytes
+        self.written = bytearray(nbytes)
+        self.written_address = torch.frombuffer(self.written, dtype=torch.uint8).data_ptr()
+
+
+class Span(NamedTuple):
+    """The bytes of one tensor: a dense run, or (``rows`` not None) a strided view of the written map."""
+
+    arena: _Arena
+    start: int
+    end: int
+    rows: torch.Tensor | None
+
+
+class CpuPool(Pool):
+    """Best-fit allocation from arenas, split and merged; a block is free once no tensor refers to its storage.
+
+    Owns: the arenas. Closed by: its plan family.
+    """
+
+    def __init__(self) -> None:
+        self._arenas: list[_Arena] = []
+        self._bases: list[int] = []
+        self._free: list[tuple[int, int]] = []  # (nbytes, address), sorted: best fit first, lowest address first
+        self._live: dict[int, tuple[int, StorageWeakRef]] = {}
+        self._views: dict[tuple[int, int], torch.UntypedStorage] = {}
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(arena.nbytes for arena in self._arenas)
+
+    def _arena(self, address: int) -> _Arena | None:
+        index = bisect_right(self._bases, address) - 1
+        if index < 0:
+            return None
+        arena = self._arenas[index]
+        return arena if address < arena.address + arena.nbytes else None
+
+    def refresh(self) -> None:
+        """Every reservation is known here."""
+
+    def owns(self, address: int) -> bool:
+        return self._arena(address) is not None
+
+    def live_blocks(self) -> list[Block]:
+        self._sweep()
+        return [Block(address, nbytes) for address, (nbytes, _) in sorted(self._live.items())]
+
+    def empty_strided(self, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
+        """An uninitialised pool tensor whose storage has at least ``nbytes`` bytes."""
+        storage = self._allocate(max(nbytes, 1))
+        return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
+
+    def view_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        key = (storage.data_ptr(), storage.nbytes())
+        if key not in self._views:
+            self._views[key] = self._storage_at(*key)
+        return self._views[key]
+
+    def _storage_at(self, address: int, nbytes: int) -> torch.UntypedStorage:
+        arena = self._arena(address)
+        assert arena is not None, f"address {address:#x} is not in this pool"
+        offset = address - arena.address + arena.skip
+        return torch.frombuffer(arena.memory, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
+
+    def _allocate(self, nbytes: int) -> torch.UntypedStorage:
+        self._sweep()
+        need = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        fit = bisect_right(self._free, (need, -1))
+        if fit == len(self._free):
+            self._grow(need)
+            fit = bisect_right(self._free, (need, -1))
+        have, address = self._free.pop(fit)
+        if have > need:
+            insort(self._free, (have - need, address + need))
+        storage = self._storage_at(address, nbytes)
+        self._live[address] = (need, StorageWeakRef(storage))
+        return storage
+
+    def _grow(self, need: int) -> None:
+        least = _SMALL_ARENA if need <= _SMALL_ARENA // 2 else _LARGE_ARENA
+        arena = _Arena(max(least, -(-need // _SMALL_ARENA) * _SMALL_ARENA))
+        index = bisect_right(self._bases, arena.address)
+        self._bases.insert(index, arena.address)
+        self._arenas.insert(index, arena)
+        insort(self._free, (arena.nbytes, arena.address))
+
+    def _sweep(self) -> None:
+        dead = [address for address, (_, ref) in self._live.items() if ref.expired()]
+        if not dead:
+            return
+        for address in dead:
+            nbytes, _ = self._live.pop(address)
+            self._free.append((nbytes, address))
+        merged: list[tuple[int, int]] = []
+        for nbytes, address in sorted(self._free, key=lambda run: run[1]):
+            if merged and sum(merged[-1]) == address and self._arena(merged[-1][1]) is self._arena(address):
+                merged[-1] = (merged[-1][0] + nbytes, merged[-1][1])
+            else:
+                merged.append((nbytes, address))
+        self._free = sorted(merged)
+
+    def span(self, tensor: torch.Tensor) -> Span | None:
+        """The pool bytes of ``tensor``; None when it lies elsewhere or is empty."""
+        if tensor.numel() == 0:
+            return None
+        address = tensor.data_ptr()
+        arena = self._arena(address)
+        if arena is None:
+            return None
+        start, item = address - arena.address, tensor.element_size()
+        extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        if extent == tensor.numel() and _is_dense(tensor):
+            return Span(arena, start, start + extent * item, None)
+        written = torch.frombuffer(arena.written, dtype=torch.uint8)
+        size, stride = (*tensor.shape, item), (*(s * item for s in tensor.stride()), 1)
+        return Span(arena, start, start + extent * item, written.as_strided(size, stride, start))
+
+    @staticmethod
+    def mark_written(span: Span) -> None:
+        """Note that every byte of ``span`` was written in this replay."""
+        if span.rows is not None:
+            span.rows.fill_(1)
+        else:
+            ctypes.memset(span.arena.written_address + span.start, 1, span.end - span.start)
+
+    @staticmethod
+    def is_written(span: Span) -> bool:
+        """Whether every byte of ``span`` was written in this replay."""
+        if span.rows is not None:
+            return bool(span.rows.all())
+        return span.arena.written.find(0, span.start, span.end) < 0
+
+    def check_written(self, span: Span, reader: str) -> None:
+        """Raises UnwrittenReadError when ``reader`` would see bytes that this replay has not written."""
+        if not self.is_written(span):
+            raise UnwrittenReadError(
+                f"{reader} reads pool bytes {span.start}..{span.end} that this replay has not written: on a GPU they "
+                "hold whatever another plan left there; write the whole tensor before it is read"
+            )
+
+    def begin_replay(self) -> None:
+        """Forget what earlier replays wrote."""
+        for arena in self._arenas:
+            ctypes.memset(arena.written_address, 0, arena.nbytes)
+
+    def poison(self) -> int:
+        self._sweep()
+        for nbytes, address in self._free:
+            ctypes.memset(address, 0xFF, nbytes)
+        return sum(nbytes for nbytes, _ in self._free)
+
+    def close(self) -> None:
+        self._arenas.clear()
+        self._bases.clear()
+        self._free.clear()
+        self._live.clear()
+        self._views.clear()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements cover their extent without gap or overlap, in any dimension order."""
+    expected = 1
+    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,206 @@
+"""Recording on the CPU device: operators become entries on a tape; nothing is computed until the tape is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from breakgraph.errors import UncapturableOpError
+from breakgraph.graph.cpu_pool import CpuPool, Span
+from breakgraph.graph.effects import allocates_only, reads_and_writes, tensors_in
+from breakgraph.graph.refusals import check_op, refuse
+
+_HOST_TAG = "_breakgraph_host"
+
+
+def tag_host(tensor: torch.Tensor) -> None:
+    """Mark a tensor that on a GPU would be on the host: 0-dim ones are baked, others refused beside device tensors."""
+    setattr(tensor, _HOST_TAG, True)
+
+
+def is_host(tensor: torch.Tensor) -> bool:
+    """Whether :func:`tag_host` marked it, or it was computed from such tensors alone."""
+    return getattr(tensor, _HOST_TAG, False)
+
+
+def map_tensors(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+    """An operator argument with ``fn`` applied to its tensors."""
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(item, fn) for item in value)
+    return value
+
+
+@dataclass(slots=True)
+class TapeEntry:
+    """One operator: what to call, where its fresh results go, which pool bytes it reads and writes."""
+
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[torch.Tensor | None]  # None: the result is an argument
+    reads: list[Span]
+    writes: list[Span]
+
+    def run(self, pool: CpuPool) -> None:
+        """Run the operator on the recorded addresses."""
+        for span in self.reads:
+            pool.check_written(span, str(self.func))
+        produced = list(tensors_in(self.func(*self.args, **self.kwargs)))
+        for target, value in zip(self.results, produced, strict=False):
+            if target is not None:
+                if target.shape != value.shape:
+                    raise UncapturableOpError(
+                        f"{self.func} recorded a result of shape {list(target.shape)} and produced {list(value.shape)}"
+                    )
+                target.copy_(value)
+        for span in self.writes:
+            pool.mark_written(span)
+
+
+@dataclass(slots=True)
+class _MetaCall:
+    """The same call on meta tensors that share storage as the real ones do: gives shapes, strides and aliasing."""
+
+    storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    real: dict[int, torch.Tensor] = field(default_factory=dict)  # id of a meta argument -> the real one
+    real_storage: dict[int, torch.Tensor] = field(default_factory=dict)  # id of a meta storage -> a real tensor on it
+    keep: list[torch.Tensor] = field(default_factory=list)
+
+    def argument(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.storages:
+            self.storages[key] = torch.UntypedStorage(storage.nbytes(), device="meta")
+        meta_storage = self.storages[key]
+        meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+        meta.set_(meta_storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        self.real[id(meta)] = tensor
+        self.real_storage[meta_storage._cdata] = tensor
+        self.keep.append(meta)
+        return meta
+
+    def run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        meta_args = map_tensors(args, self.argument)
+        meta_kwargs = {name: map_tensors(value, self.argument) for name, value in kwargs.items()}
+        if isinstance(meta_kwargs.get("device"), torch.device):
+            meta_kwargs["device"] = torch.device("meta")
+        if meta_kwargs.get("generator") is not None:
+            meta_kwargs["generator"] = None
+        try:
+            return func(*meta_args, **meta_kwargs)
+        except NotImplementedError:
+            # No meta kernel (an opaque operator): run it once on zeros, which are valid indices too.
+            self.keep.clear()
+            self.real.clear()
+            return func(*map_tensors(args, torch.zeros_like), **kwargs)
+
+
+class CpuRecorder(TorchDispatchMode):
+    """Puts every operator of this thread on a tape and gives back pool tensors of the right shape, uncomputed.
+
+    Attributes:
+        tape: The open segment's operators; None between segments, when everything runs as usual.
+        pins: Storages outside the pool that the open segment uses, by identity.
+    """
+
+    def __init__(self, pool: CpuPool, check_storage: Callable[[torch.UntypedStorage], None]) -> None:
+        super().__init__()
+        self.pool = pool
+        self.tape: list[TapeEntry] | None = None
+        self.pins: dict[int, torch.UntypedStorage] = {}
+        self._check_storage = check_storage
+        self._aliases: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def start(self) -> None:
+        """Open a segment."""
+        self.tape, self.pins = [], {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.tape is None:
+            return func(*args, **kwargs)
+        with self:
+            decomposed = func.decompose(*args, **kwargs)
+        if decomposed is not NotImplemented:
+            return decomposed
+        check_op(func, args)
+        given = [*tensors_in(list(args)), *tensors_in(list(kwargs.values()))]
+        if given and all(is_host(t) for t in given):
+            return map_tensors(func(*args, **kwargs), _tagged)
+        if any(is_host(t) and t.dim() > 0 for t in given):
+            refuse(f"{func} on a host tensor and a device tensor", "mixes devices; make the host tensor on the device")
+        if func.is_view:
+            return func(*args, **kwargs)
+        call = _MetaCall()
+        meta_out = call.run(func, args, kwargs)
+        results: list[torch.Tensor | None] = []
+        out = map_tensors(meta_out, lambda meta: self._result(meta, call, results))
+        if allocates_only(func) or (not any(r is not None for r in results) and not func._schema.is_mutable):
+            return out
+        self._append(func, args, kwargs, results)
+        return out
+
+    def _result(self, meta: torch.Tensor, call: _MetaCall, results: list[torch.Tensor | None]) -> torch.Tensor:
+        """The real tensor for one meta result: an argument, a view of one, or new pool memory."""
+        if id(meta) in call.real:
+            results.append(None)
+            return call.real[id(meta)]
+        owner = call.real_storage.get(meta.untyped_storage()._cdata)
+        if owner is not None:
+            results.append(None)
+            view = torch.empty(0, dtype=meta.dtype)
+            return view.set_(owner.untyped_storage(), meta.storage_offset(), meta.shape, meta.stride())
+        fresh = self.pool.empty_strided(meta.shape, meta.stride(), meta.dtype, meta.untyped_storage().nbytes())
+        results.append(fresh)
+        return fresh
+
+    def _append(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: list[torch.Tensor | None]
+    ) -> None:
+        args = tuple(map_tensors(a, self.alias) for a in args)
+        kwargs = {name: map_tensors(value, self.alias) for name, value in kwargs.items()}
+        targets = [None if r is None else self.alias(r) for r in results]
+        reads, writes = reads_and_writes(func, args, kwargs)
+        spans = [[s for t in group if (s := self.pool.span(t)) is not None] for group in (reads, writes)]
+        spans[1] += [s for t in targets if t is not None and (s := self.pool.span(t)) is not None]
+        assert self.tape is not None
+        self.tape.append(TapeEntry(func, args, kwargs, targets, *spans))
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as the tape holds it: same bytes; pool memory is not kept alive, everything else is pinned."""
+        if is_host(tensor):
+            return tensor.detach().clone()  # baked, as a kernel argument would be
+        storage = tensor.untyped_storage()
+        self._check_storage(storage)
+        if self.pool.owns(storage.data_ptr()):
+            storage = self.pool.view_storage(storage)
+        else:
+            self.pins[storage._cdata] = storage
+        key = (storage._cdata, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        if key not in self._aliases:
+            bare = torch.empty(0, dtype=tensor.dtype)
+            bare.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+            if tensor.is_conj():
+                bare = bare.conj()
+            self._aliases[key] = bare
+        return self._aliases[key]
+
+
+def _tagged(tensor: torch.Tensor) -> torch.Tensor:
+    tag_host(tensor)
+    return tensor
+
+
+class OpaqueOpGuard(TorchDispatchMode):
+    """While a new tape runs for the first time: refuses host reads made inside opaque operators."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.data_dependent_output in func.tags:
+            refuse(str(func), "reads a device value on the host inside an opaque operator")
+        return func(*args, **(kwargs or {}))

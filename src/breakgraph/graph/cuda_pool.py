@@ -1,0 +1,103 @@
+"""The pool on CUDA: a ``torch.cuda.MemPool`` and what the allocator's snapshot says about it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from breakgraph.graph.device import Block, Pool
+
+
+class _Address:
+    """Tells ``torch.as_tensor`` about bytes that somebody else owns."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
+
+
+class CudaPool(Pool):
+    """Owns: the MemPool, without which a pool whose only graph is gone fails an internal check of the allocator.
+
+    Closed by: its plan family, after every graph on it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.mem_pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
+        self._ranges: list[tuple[int, int]] = []
+        self._views: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._kept: list[torch.cuda.CUDAGraph] = []
+
+    def keep(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Hold a graph that failed until the pool closes: once no graph is on it, the host allocator refuses the pool."""
+        self._kept.append(graph)
+
+    @property
+    def id(self) -> Any:
+        """What ``capture_begin`` takes as ``pool``."""
+        assert self.mem_pool is not None, "the pool was closed"
+        return self.mem_pool.id
+
+    def _snapshot(self) -> list[dict[str, Any]]:
+        if self.mem_pool is None:
+            return []
+        return torch.cuda.memory_snapshot(self.id, include_traces=False)  # type: ignore[no-any-return]
+
+    def refresh(self) -> None:
+        self._ranges = [(s["address"], s["address"] + s["total_size"]) for s in self._snapshot()]
+
+    def owns(self, address: int) -> bool:
+        return any(start <= address < end for start, end in self._ranges)
+
+    def _blocks(self) -> list[tuple[str, Block]]:
+        blocks = []
+        for segment in self._snapshot():
+            address = segment["address"]
+            for block in segment["blocks"]:
+                blocks.append((block["state"], Block(address, block["size"])))
+                address += block["size"]
+        return blocks
+
+    def live_blocks(self) -> list[Block]:
+        return [block for state, block in self._blocks() if state != "inactive"]
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(int(segment["total_size"]) for segment in self._snapshot())
+
+    def view_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        key = (storage.data_ptr(), storage.nbytes())
+        if key not in self._views:
+            self._views[key] = self._bytes_at(*key).untyped_storage()
+        return self._views[key]
+
+    def _bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
+        return torch.as_tensor(_Address(address, nbytes), device=self._device)
+
+    def poison(self) -> int:
+        torch.cuda.synchronize(self._device)
+        free = [block for state, block in self._blocks() if state == "inactive"]
+        for block in free:
+            self._bytes_at(block.address, block.nbytes).fill_(0xFF)
+        torch.cuda.synchronize(self._device)
+        return sum(block.nbytes for block in free)
+
+    def close(self) -> None:
+        self._views.clear()
+        self._ranges.clear()
+        for graph in self._kept:
+            with contextlib.suppress(RuntimeError):  # an invalidated capture has nothing to reset
+                graph.reset()
+        self._kept.clear()
+        if self.mem_pool is not None:
+            # A capture that CUDA invalidated never gives its reference back, and the pool aborts the process over it.
+            for _ in range(self.mem_pool.use_count() - 1):
+                torch._C._cuda_releasePool(self._device.index, self.id)
+        self.mem_pool = None

@@ -1,0 +1,85 @@
+"""What a CUDA graph does not keep alive by itself, seen while it is captured: every outside tensor it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from breakgraph.graph.effects import allocates_only, tensors_in
+from breakgraph.graph.refusals import check_op, refuse
+
+
+class CudaRecorder(TorchDispatchMode):
+    """Lets every operator through; notes what it reads from outside, what it launches, and on which stream.
+
+    Attributes:
+        enabled: Set while a segment is open; otherwise everything passes.
+        pins: Storages the open segment reads that were not produced in this capture, by identity.
+        num_ops: Operators of the open segment that must have put a node into the graph.
+        side_streams: Streams other than the capture stream that were launched on, in any segment.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, check_storage: Callable[[torch.UntypedStorage], None]) -> None:
+        super().__init__()
+        self.enabled = False
+        self.pins: dict[int, torch.UntypedStorage] = {}
+        self.num_ops = 0
+        self.side_streams: dict[int, torch.cuda.Stream] = {}
+        self._stream = stream
+        self._check_storage = check_storage
+        self._produced: set[int] = set()
+
+    def start(self) -> None:
+        """Open a segment."""
+        self.enabled, self.pins, self.num_ops = True, {}, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.enabled:
+            return func(*args, **kwargs)
+        with self:
+            decomposed = func.decompose(*args, **kwargs)
+        if decomposed is not NotImplemented:
+            return decomposed
+        check_op(func, args)
+        given = [*tensors_in(list(args)), *tensors_in(list(kwargs.values()))]
+        self._check_transfer(func, args, kwargs, given)
+        out = func(*args, **kwargs)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in given}
+        for address, storage in storages.items():
+            if address not in self._produced and storage._cdata not in self.pins:
+                self._check_storage(storage)
+                self.pins[storage._cdata] = storage
+        fresh = False
+        for tensor in tensors_in(out):
+            address = tensor.untyped_storage().data_ptr()
+            if tensor.is_cuda and address not in storages and tensor.numel():
+                self._produced.add(address)
+                fresh = True
+        writes = func._schema.is_mutable and any(t.is_cuda and t.numel() for t in given)
+        if not func.is_view and not allocates_only(func) and (fresh or writes):
+            self.num_ops += 1
+            if (current := torch.cuda.current_stream(self._stream.device)) != self._stream:
+                self.side_streams[current.cuda_stream] = current
+        return out
+
+    @staticmethod
+    def _check_transfer(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
+        """Host and device meet only through pinned memory and without waiting."""
+        name = func._schema.name
+        if name == "aten::copy_" and args[0].is_cuda != args[1].is_cuda:
+            host = args[1] if args[0].is_cuda else args[0]
+            non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            if host.dim() == 0 and args[0].is_cuda:
+                return  # a host scalar is baked into the kernel's arguments
+            if not (host.is_pinned() and non_blocking):
+                refuse(str(func), "copies between host and device through pageable memory, or waits for the copy")
+        elif name == "aten::_to_copy" and kwargs.get("device") is not None:
+            source, target = given[0], torch.device(kwargs["device"])
+            if source.is_cuda and target.type == "cpu":
+                refuse(str(func), "copies a device tensor to the host and waits for it")
+            if not source.is_cuda and target.type == "cuda" and not (source.is_pinned() and kwargs.get("non_blocking")):
+                refuse(str(func), "uploads host data from pageable memory, or waits for the copy")

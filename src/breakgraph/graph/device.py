@@ -1,0 +1,206 @@
+"""What the capture library asks of a device.
+
+Two implementations: :mod:`cuda_device` wraps ``torch.cuda.CUDAGraph`` (ROCm comes with it), :mod:`cpu_device` emulates
+the same rules on the CPU. Everything above this file is written once, for both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+
+from breakgraph.errors import UnknownNameError
+
+
+class Block(NamedTuple):
+    """A run of pool memory: first address, size in bytes."""
+
+    address: int
+    nbytes: int
+
+
+class Pool(ABC):
+    """The memory that segments allocate from. Owned and closed by its plan family.
+
+    Attributes:
+        broken: Why nothing more can be captured into it; None while it is sound. Plans that it holds still replay.
+    """
+
+    broken: str | None = None
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Learn of memory that was reserved since the last call; after every segment."""
+
+    @abstractmethod
+    def owns(self, address: int) -> bool:
+        """Whether ``address`` lies in this pool, whatever the state of its block."""
+
+    @abstractmethod
+    def live_blocks(self) -> list[Block]:
+        """Blocks that a tensor still holds."""
+
+    @abstractmethod
+    def view_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """A storage on the same bytes that does not keep the block alive."""
+
+    @property
+    @abstractmethod
+    def reserved_bytes(self) -> int:
+        """Bytes taken from the device, used or not."""
+
+    @abstractmethod
+    def poison(self) -> int:
+        """Fill every free block with 0xFF bytes (NaN in every float type); returns the bytes filled."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back. All graphs on it must be gone."""
+
+
+class Segment(ABC):
+    """One captured graph. ``num_ops`` were dispatched, ``num_nodes`` recorded; ``pins`` keep what it reads alive."""
+
+    num_ops: int
+    num_nodes: int
+    pins: Sequence[torch.UntypedStorage]
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Launch on the current stream."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Destroy the graph."""
+
+
+class CaptureSession(ABC):
+    """The capture of one plan: segments opened and closed in turn, on one pool and one stream.
+
+    A context manager: it watches the dispatcher from entry to exit, so that captured code may open and close modes of
+    its own anywhere. Between segments it lets everything through.
+    """
+
+    @abstractmethod
+    def __enter__(self) -> CaptureSession: ...
+
+    @abstractmethod
+    def __exit__(self, *exc: object) -> None: ...
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Open a segment: what this thread launches from here is recorded, not run."""
+
+    @abstractmethod
+    def end(self) -> Segment:
+        """Close the open segment. On an error nothing is left open."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Drop the open segment, if there is one, and leave the stream not capturing."""
+
+    @abstractmethod
+    def main_stream(self) -> AbstractContextManager[Any]:
+        """Make the capture stream current, wherever the captured code has gone."""
+
+
+class Device(ABC):
+    """One device of one process."""
+
+    torch_device: torch.device
+    emulated: bool
+
+    @abstractmethod
+    def new_pool(self) -> Pool:
+        """An empty pool."""
+
+    @abstractmethod
+    def new_stream(self) -> Any:
+        """A stream to capture on; None where the device has no streams."""
+
+    @abstractmethod
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make ``stream`` current, ordered after the work queued so far and before the work queued later."""
+
+    @abstractmethod
+    def open_capture(
+        self, pool: Pool, stream: Any, check_storage: Callable[[torch.UntypedStorage], None]
+    ) -> CaptureSession:
+        """A session that captures one plan; ``check_storage`` sees each storage a segment uses that it did
+        not make, and may raise."""
+
+    @abstractmethod
+    def current_stream(self) -> Any:
+        """The stream that work is launched on now; None where the device has no streams."""
+
+    @abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured, by anybody."""
+
+    @abstractmethod
+    def break_scope(
+        self, pool: Pool, writable: Sequence[torch.Tensor], side_streams: Sequence[Any]
+    ) -> AbstractContextManager[Any]:
+        """Wraps every run of a break: checks what it writes (``writable``: pool views it may), joins side streams."""
+
+    @abstractmethod
+    def join(self, side_streams: Sequence[Any]) -> None:
+        """Make the current stream wait for ``side_streams``."""
+
+    @abstractmethod
+    def is_transient_host(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is ordinary host memory, which no replay would see change."""
+
+    @abstractmethod
+    def begin_replay(self, pool: Pool, last_stream: Any) -> Any:
+        """Order this replay after the family's last one; returns the stream that this replay is on."""
+
+    @abstractmethod
+    def rng_state(self) -> Any:
+        """State of the default generators, for :meth:`set_rng_state`."""
+
+    @abstractmethod
+    def set_rng_state(self, state: Any) -> None:
+        """Put the default generators back."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for everything that was launched."""
+
+    @abstractmethod
+    def check_usable(self) -> None:
+        """Raises CaptureUnavailableError when an earlier failure left this process unable to capture."""
+
+    @abstractmethod
+    def after_failure(self) -> None:
+        """Find out, after a failed capture, whether this process can still capture."""
+
+
+_DEVICES: dict[torch.device, Device] = {}
+
+
+def get_device(device: torch.device | str) -> Device:
+    """The :class:`Device` for a torch device, one a process.
+
+    Raises:
+        UnknownNameError: no capture on that device type.
+    """
+    wanted = torch.device(device)
+    if wanted.type == "cuda" and wanted.index is None:
+        wanted = torch.device("cuda", torch.cuda.current_device())
+    if wanted not in _DEVICES:
+        if wanted.type == "cpu":
+            from breakgraph.graph.cpu_device import CpuDevice
+
+            _DEVICES[wanted] = CpuDevice()
+        elif wanted.type == "cuda":
+            from breakgraph.graph.cuda_device import CudaDevice
+
+            _DEVICES[wanted] = CudaDevice(wanted)
+        else:
+            raise UnknownNameError("capture device", wanted.type, ("cpu", "cuda"), "move the module to one of these")
+    return _DEVICES[wanted]

@@ -1,0 +1,241 @@
+"""Plans that share memory: one pool, one capture stream, one output buffer, one replay at a time."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from breakgraph.errors import (
+    CaptureError,
+    CaptureUnavailableError,
+    ClosedError,
+    ConfigError,
+    PoolLeakError,
+    ReplayError,
+)
+from breakgraph.graph.builder import CaptureBuilder
+from breakgraph.graph.device import Device, Segment, get_device
+from breakgraph.graph.eager_break import active
+from breakgraph.graph.leaks import find_holders
+from breakgraph.graph.modes import ExecMode, capture_window
+from breakgraph.graph.outputs import OutputBuffer
+from breakgraph.graph.plan import OutputPolicy, Plan
+from breakgraph.graph.tree import Tree
+
+
+class PlanFamily:
+    """Captures plans into one pool and replays them one at a time.
+
+    Owns: pool, capture stream, output buffer, its plans. Closed by: whoever made it.
+
+    Args:
+        device: Where the captured functions run, e.g. ``"cuda"`` or ``"cpu"`` (emulated).
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device: Device = get_device(device)
+        self._pool = self.device.new_pool()
+        self._stream = self.device.new_stream()
+        self._outputs = OutputBuffer(self.device.torch_device)
+        self._lock = threading.RLock()
+        self._plans: list[Plan] = []
+        self._parked: list[Segment] = []
+        self._last_plan: Plan | None = None
+        self._last_stream: Any = None
+        self._is_replaying = False
+        self._is_closed = False
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that the pool has reserved on the device."""
+        return 0 if self._is_closed else self._pool.reserved_bytes
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the shared output buffer."""
+        return self._outputs.nbytes
+
+    def window(self) -> AbstractContextManager[None]:
+        """Wrap a batch of captures in one window, so that garbage is collected once and not once a plan."""
+        return capture_window()
+
+    def capture(
+        self,
+        fn: Callable[[], Tree],
+        *,
+        label: str = "",
+        breaks: bool = True,
+        warmup: int = 1,
+        state: Sequence[torch.Tensor] = (),
+        outputs: OutputPolicy = "borrow",
+    ) -> Plan:
+        """Capture ``fn``.
+
+        Args:
+            fn: Reads its inputs from tensors that stay where they are; returns a tree of tensors and constants.
+            label: Shown in reports and errors.
+            breaks: Whether marked calls run eagerly between segments (True) or are recorded like everything else.
+            warmup: Eager runs on the capture stream before the capture, at least one: libraries set themselves up in
+                them, and the outputs' shapes are learnt.
+            state: Tensors that ``fn`` updates in place; they hold their old values after the capture.
+            outputs: See :attr:`Plan.outputs`.
+
+        Raises:
+            CaptureError: nothing was captured, and pool, random generators, streams and collector are as before. An
+                exception of ``fn``'s own arrives unchanged, with the same effect.
+        """
+        if self._is_closed:
+            raise ClosedError("the plan family was closed; make a new one")
+        if outputs not in ("borrow", "copy") or warmup < 1:
+            raise ConfigError(f'expected outputs "borrow" or "copy" and warmup >= 1, got {outputs!r} and {warmup}')
+        if active.builder is not None:
+            raise CaptureError("this thread is already capturing; capture one plan after the other")
+        self.device.check_usable()
+        if self._pool.broken is not None:
+            raise CaptureUnavailableError(
+                f"this family can capture nothing more: CUDA invalidated an earlier capture ({self._pool.broken}) and "
+                "its pool was lost; the plans it holds still replay, capture others in a new family"
+            )
+        started = time.perf_counter()
+        with self._lock, capture_window(), self.device.on_stream(self._stream), _autocast_uncached():
+            self._begin_replay()
+            with _restored(self.device, state) as restore:
+                mode = ExecMode.current(self.device.torch_device.type)
+                warmed: Tree = None
+                for _ in range(warmup):
+                    warmed = fn()
+                restore()
+                places = self._outputs.place(warmed)
+                del warmed
+                before = self._pool.reserved_bytes
+                builder = self._build(fn, breaks, places)
+            growth = self._pool.reserved_bytes - before
+            pins = list(builder.pins.values())
+            plan = Plan(
+                self, label, builder.steps, pins, places, mode, outputs, growth, time.perf_counter() - started
+            )
+        self._plans.append(plan)
+        return plan
+
+    def _build(self, fn: Callable[[], Tree], breaks: bool, places: Tree) -> CaptureBuilder:
+        self.device.synchronize()
+        builder = CaptureBuilder(self.device, self._pool, self._stream, breaks)
+        active.builder = builder
+        try:
+            builder.build(fn, places)
+            active.builder = None
+            self._check_leaks(builder)
+        except BaseException:
+            active.builder = None
+            self._parked += builder.drop()
+            self.device.after_failure()
+            raise
+        return builder
+
+    def _check_leaks(self, builder: CaptureBuilder) -> None:
+        """At the end of a capture nothing in the pool may be live: every replay overwrites it."""
+        self.device.synchronize()
+        if builder.new_blocks:
+            gc.collect()
+        left = builder.new_blocks
+        if left:
+            holders = find_holders(left) or [f"{len(left)} blocks whose holder Python cannot see"]
+            raise PoolLeakError(
+                f"{sum(b.nbytes for b in left)} bytes of the pool are still in use after the capture, and every replay "
+                f"will overwrite them: {'; '.join(holders)}. Create such state before the capture (a warm-up call does)"
+                ", or drop it when the captured function returns"
+            )
+
+    def _begin_replay(self) -> None:
+        self._last_plan = None
+        self._last_stream = self.device.begin_replay(self._pool, self._last_stream)
+
+    @contextmanager
+    def replaying(self, plan: Plan) -> Iterator[None]:
+        """One replay at a time, ordered after the last one; the plan's outputs are valid if it succeeds."""
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError("the plan family was closed; make a new one")
+            if self._is_replaying:
+                raise ReplayError("a break replays a plan of its own family, which would overwrite the pool under it")
+            self._is_replaying = True
+            try:
+                self._begin_replay()
+                yield
+                self._last_plan = plan
+            finally:
+                self._is_replaying = False
+
+    def is_last(self, plan: Plan) -> bool:
+        """Whether the shared output buffer holds this plan's outputs."""
+        return self._last_plan is plan
+
+    def park(self, plan: Plan, segments: Sequence[Segment]) -> None:
+        """Take over a closed plan's graphs until the family closes."""
+        self._parked += segments
+        if plan in self._plans:
+            self._plans.remove(plan)
+
+    def poison(self) -> int:
+        """Fill the pool's free blocks with 0xFF bytes; a replay must not notice. Returns the bytes filled."""
+        with self._lock:
+            return self._pool.poison()
+
+    def close(self) -> None:
+        """Destroy all plans, then the pool. Safe to call twice."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self.device.synchronize()
+            for plan in list(self._plans):
+                plan.close()
+            self._is_closed = True
+            for segment in self._parked:
+                segment.close()
+            self._parked = []
+            self._last_plan = None
+            self._outputs.close()
+            self._pool.close()
+
+    def __enter__(self) -> PlanFamily:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@contextmanager
+def _autocast_uncached() -> Iterator[None]:
+    """The autocast weight cache would keep pool tensors alive after the capture."""
+    was_enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_enabled)
+
+
+@contextmanager
+def _restored(device: Device, state: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
+    """Put random generators and registered state back at the end, and whenever the yielded function is called."""
+    rng = device.rng_state()
+    saved = [(tensor, tensor.detach().clone()) for tensor in state]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for tensor, value in saved:
+                tensor.detach().copy_(value)
+        device.set_rng_state(rng)
+
+    try:
+        yield restore
+    finally:
+        restore()
+        device.synchronize()

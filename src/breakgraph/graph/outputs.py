@@ -1,0 +1,90 @@
+"""Where a plan's outputs live: one buffer for a whole family, as large as its largest plan needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from breakgraph.errors import CaptureError
+from breakgraph.graph.boundary import overlaps_itself
+from breakgraph.graph.tree import Tree, describe, tree_leaves, tree_map
+
+_ALIGNMENT = 512
+
+
+class OutputBuffer:
+    """Shared output memory, outside the pool. Owned by: the plan family.
+
+    All plans of a family write to its head, so an output is valid until any of them replays.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bytes: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return 0 if self._bytes is None else self._bytes.numel()
+
+    def place(self, outputs: Tree) -> Tree:
+        """A tree like ``outputs`` with every tensor replaced by one in this buffer, of the same shape.
+
+        Strides are kept where elements do not overlap. A plan that needs more than is there gets a larger buffer, which
+        later plans share; capture the largest bucket first.
+        """
+        places: list[tuple[torch.Tensor, int]] = []
+        end = 0
+        for path, leaf in tree_leaves(outputs, "output"):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if leaf.device != self._device:
+                raise CaptureError(f"{path} is on {leaf.device}, the capture on {self._device}; return device tensors")
+            like = torch.empty_like(leaf, device="meta") if not overlaps_itself(leaf) else leaf.to("meta").contiguous()
+            places.append((like, end))
+            end += -(-like.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
+        if end > self.nbytes:
+            with torch.inference_mode(False):
+                self._bytes = torch.empty(end, dtype=torch.uint8, device=self._device)
+        remaining = iter(places)
+
+        def place(leaf: Any, path: str) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            like, offset = next(remaining)
+            return self._view(like, offset)
+
+        return tree_map(place, outputs)
+
+    def _view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
+        assert self._bytes is not None
+        with torch.inference_mode(False), torch.no_grad():
+            bare = torch.empty(0, dtype=like.dtype, device=self._device)
+            storage = self._bytes.untyped_storage()
+            return bare.set_(storage, offset // like.element_size(), like.shape, like.stride())
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._bytes = None
+
+
+def copy_into(places: Tree, outputs: Tree) -> None:
+    """Copy the outputs into their places; recorded, when a segment is open.
+
+    Raises:
+        CaptureError: the captured run returned other shapes than the warm-up did.
+    """
+    for (path, place), (_, output) in zip(_leaves(places), _leaves(outputs), strict=True):
+        if isinstance(place, torch.Tensor):
+            if not isinstance(output, torch.Tensor) or output.shape != place.shape or output.dtype != place.dtype:
+                raise CaptureError(
+                    f"{path} was {describe(place)} in the warm-up and is {describe(output)} in the capture; a captured "
+                    "function must do the same at every call"
+                )
+            place.copy_(output.detach())
+
+
+def _leaves(outputs: Tree) -> Sequence[tuple[str, Any]]:
+    return tree_leaves(outputs, "output")

@@ -1,0 +1,205 @@
+"""A captured plan: its steps in order, how they are replayed, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from breakgraph.errors import ClosedError, StaleOutputError
+from breakgraph.graph.boundary import ResultStore
+from breakgraph.graph.device import Device, Pool, Segment
+from breakgraph.graph.eager_break import BreakSpec
+from breakgraph.graph.modes import ExecMode
+from breakgraph.graph.report import PlanReport, StepReport
+from breakgraph.graph.tree import Tree, tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from breakgraph.graph.family import PlanFamily
+
+OutputPolicy = Literal["borrow", "copy"]
+
+
+class GraphStep:
+    """One captured segment."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.run = segment.replay
+
+    @property
+    def is_launched(self) -> bool:
+        """False for a segment that holds nothing."""
+        return self.segment.num_nodes > 0
+
+    def report(self, index: int) -> StepReport:
+        """For ``explain()``."""
+        return StepReport("segment", str(index), num_ops=self.segment.num_ops, num_nodes=self.segment.num_nodes)
+
+
+class EagerStep:
+    """One eager break: a function, arguments that stay right, and where its result goes."""
+
+    is_launched = True
+
+    def __init__(
+        self,
+        device: Device,
+        pool: Pool,
+        spec: BreakSpec,
+        fn: Callable[..., Tree],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[torch.Tensor],
+        mutated: Sequence[torch.Tensor],
+    ) -> None:
+        self.spec = spec
+        self.tensors = tensors
+        self.mutated = mutated
+        self.writable = list(mutated)
+        self.side_streams: list[Any] = []
+        self.results: ResultStore | None = None
+        self._device = device
+        self._pool = pool
+        self._fn = fn
+        self._args = args
+        self._kwargs = kwargs
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """What every run of the break is wrapped in."""
+        return self._device.break_scope(self._pool, self.writable, self.side_streams)
+
+    def call(self) -> Tree:
+        """Run the function; the result is not stored yet."""
+        return self._fn(*self._args, **self._kwargs)
+
+    def run(self) -> None:
+        """Run the function and hand its result on."""
+        assert self.results is not None
+        with self.scope():
+            self.results.store(self.call(), self.mutated)
+
+    def report(self, index: int) -> StepReport:
+        """For ``explain()``."""
+        assert self.results is not None
+        copied = sum(boundary.nbytes for boundary in self.results.boundaries)
+        return StepReport(
+            "break",
+            self.spec.name,
+            arguments=len(self.tensors),
+            boundary_bytes=copied,
+            side_streams=len(self.side_streams),
+        )
+
+
+class Plan:
+    """The segments and breaks captured for one shape.
+
+    Owns: its segments, boundary views, and pins on what it reads. Borrows: the family's pool, stream, output buffer.
+    Closed by: whoever asked for it, or its family.
+    """
+
+    def __init__(
+        self,
+        family: PlanFamily,
+        label: str,
+        steps: Sequence[GraphStep | EagerStep],
+        pins: Sequence[torch.UntypedStorage],
+        places: Tree,
+        mode: ExecMode,
+        output_policy: OutputPolicy,
+        pool_growth_bytes: int,
+        capture_sec: float,
+    ) -> None:
+        self.label = label
+        self.num_replays = 0
+        self._family = family
+        self._steps = list(steps)
+        self._launches = [step.run for step in steps if step.is_launched]
+        self._pins = list(pins)
+        self._places = places
+        self._mode = mode
+        self._policy = output_policy
+        self._copied: Tree = None
+        self._pool_growth_bytes = pool_growth_bytes
+        self._capture_sec = capture_sec
+        self._is_closed = False
+
+    @property
+    def num_segments(self) -> int:
+        """Captured segments, empty ones included."""
+        return sum(isinstance(step, GraphStep) for step in self._steps)
+
+    @property
+    def num_breaks(self) -> int:
+        """Eager breaks."""
+        return len(self._steps) - self.num_segments
+
+    def replay(self) -> Tree:
+        """Run the plan on what its static inputs hold now.
+
+        Returns:
+            The outputs; see :attr:`outputs`.
+
+        Raises:
+            ClosedError: the plan was closed.
+            ReplayError: a break broke its contract. The outputs are void, the plan stays usable; an exception of the
+                break's own arrives unchanged, with the same effect.
+        """
+        if self._is_closed:
+            raise ClosedError(f"{self.label or 'plan'} was closed; capture it again")
+        with self._family.replaying(self), self._mode.apply():
+            for launch in self._launches:
+                launch()
+            if self._policy == "copy":
+                self._copied = tree_map(lambda t, _: t.clone() if isinstance(t, torch.Tensor) else t, self._places)
+        self.num_replays += 1
+        return self._copied if self._policy == "copy" else self._places
+
+    @property
+    def outputs(self) -> Tree:
+        """Outputs of the last replay, in the structure that the captured function returned.
+
+        With ``outputs="borrow"`` these are views of memory that the next replay of any plan of the family overwrites;
+        with ``"copy"`` they are the caller's own.
+
+        Raises:
+            StaleOutputError: borrowed outputs, and another plan has replayed since, or this one failed or never did.
+        """
+        if self._policy == "copy" and self.num_replays:
+            return self._copied
+        if self._is_closed or not self._family.is_last(self):
+            raise StaleOutputError(
+                f"the outputs of {self.label or 'this plan'} are not there: it has not replayed, its last replay "
+                'failed, or another plan has overwritten them; read them before the next replay or use outputs="copy"'
+            )
+        return self._places
+
+    def explain(self) -> PlanReport:
+        """What was captured and what it holds."""
+        tensors = [leaf for _, leaf in tree_leaves(self._places) if isinstance(leaf, torch.Tensor)]
+        segments = iter(range(len(self._steps)))
+        return PlanReport(
+            label=self.label,
+            device=str(self._family.device.torch_device),
+            emulated=self._family.device.emulated,
+            steps=tuple(step.report(next(segments) if isinstance(step, GraphStep) else 0) for step in self._steps),
+            output_bytes=sum(t.numel() * t.element_size() for t in tensors),
+            pinned_bytes=sum(pin.nbytes() for pin in self._pins),
+            pool_growth_bytes=self._pool_growth_bytes,
+            capture_sec=self._capture_sec,
+            replays=self.num_replays,
+        )
+
+    def close(self) -> None:
+        """Give up the plan. Its graphs are destroyed when the family closes: destroying one earlier can free a library
+        workspace that the other graphs of the capture stream still use (pytorch #193402)."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._family.park(self, [step.segment for step in self._steps if isinstance(step, GraphStep)])
+        self._steps, self._launches, self._pins = [], [], []
+        self._places = self._copied = None
+

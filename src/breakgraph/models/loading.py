@@ -1,0 +1,114 @@
+"""From a name or folder to a model on the device."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from breakgraph.errors import WeightsError
+from breakgraph.models.hf import HFModel
+from breakgraph.models.hook import ATTENTION_NAME
+from breakgraph.models.source import ModelSource, resolve_model
+from breakgraph.models.support import build_model, check_supported
+
+logger = logging.getLogger(__name__)
+
+# Its annotation knows nothing of output_loading_info, which adds a second result.
+_from_pretrained: Any = AutoModelForCausalLM.from_pretrained
+
+_GROUPED_MM_CAPABILITY = (9, 0)
+
+
+def load_model(
+    model: str | Path | ModelSource,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    load_format: str = "auto",
+    seed: int = 0,
+    cache_dir: str | Path | None = None,
+) -> HFModel:
+    """Loads a model, or fills one with random weights.
+
+    Args:
+        model: What `resolve_model` takes, or its result (then `load_format` and `cache_dir` are not used).
+        dtype: Default the checkpoint's own, else float32.
+        seed: Of random weights; the same seed gives the same weights on the same kind of device.
+
+    Raises:
+        ConfigError: what `resolve_model` and `check_supported` raise.
+        WeightsError: the files do not fit the configuration.
+    """
+    source = (
+        model if isinstance(model, ModelSource) else resolve_model(model, load_format=load_format, cache_dir=cache_dir)
+    )
+    device, dtype = torch.device(device), dtype or source.dtype or torch.float32
+    check_supported(source.config, dtype)
+    experts = _choose_experts(source, device, dtype)
+    if source.folder is None:
+        return HFModel(_random_model(source, device, dtype, experts, seed), source.name)
+    return HFModel(_pretrained_model(source, source.folder, device, dtype, experts), source.name)
+
+
+def _choose_experts(source: ModelSource, device: torch.device, dtype: torch.dtype) -> str:
+    """Of the two implementations that a graph can hold. For dense models the answer changes nothing."""
+    grouped = (
+        device.type == "cuda"
+        and dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(device) >= _GROUPED_MM_CAPABILITY
+    )
+    text_config = source.config.get_text_config(decoder=True)
+    num_experts = getattr(text_config, "num_experts_per_tok", None)
+    if num_experts is not None:
+        reason = (
+            "bfloat16 on compute capability 9.0"
+            if grouped
+            else f"grouped_mm would wait for the device in {dtype} on {device.type}; this copies the weights of "
+            f"{num_experts} experts for each token, so keep steps small"
+        )
+        logger.info("experts=%s: %s", "grouped_mm" if grouped else "batched_mm", reason)
+    return "grouped_mm" if grouped else "batched_mm"
+
+
+def _random_model(
+    source: ModelSource, device: torch.device, dtype: torch.dtype, experts: str, seed: int
+) -> PreTrainedModel:
+    """Made where it stays and in its final dtype, with the initial values of the class: normal(0, 0.02), norms one."""
+    cuda_index = device.index if device.index is not None or device.type != "cuda" else torch.cuda.current_device()
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [cuda_index]), device:
+        torch.manual_seed(seed)
+        return build_model(source.config, dtype, experts)
+
+
+def _pretrained_model(
+    source: ModelSource, folder: Path, device: torch.device, dtype: torch.dtype, experts: str
+) -> PreTrainedModel:
+    options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {"use_safetensors": True}
+    try:
+        model, info = _from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            experts_implementation=experts,
+            local_files_only=True,
+            output_loading_info=True,
+            # Wrong shapes are reported by name below; the alternative is an error that points to a log.
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    except (RuntimeError, KeyError) as error:
+        raise WeightsError(f"the weights in {folder} do not fit {source.config.model_type}: {error}") from error
+    wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])] + [
+        f"{name} is {tuple(found)}, not {tuple(expected)}" for name, found, expected in sorted(info["mismatched_keys"])
+    ]
+    if wrong:
+        raise WeightsError(
+            f"the weights in {folder} do not fit its configuration: {'; '.join(wrong[:5])}"
+            + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+        )
+    moved: PreTrainedModel = model.to(device)
+    return moved

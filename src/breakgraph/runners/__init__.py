@@ -1,0 +1,33 @@
+"""Runners own a phase: its ladder, static buffers, attention metadata, padding and admission."""
+
+from __future__ import annotations
+
+from breakgraph.runners.admission import EagerReason, admit
+from breakgraph.runners.base import Forward, Progress, Runner
+from breakgraph.runners.batch import Ints, StepBatch
+from breakgraph.runners.decode import DecodeRunner, decode_spec
+from breakgraph.runners.ladder import bucket_for, check_ladder, default_ladder
+from breakgraph.runners.prefill import PrefillRunner, prefill_spec
+from breakgraph.runners.spec import FieldSpec, Pad, PhaseSpec
+from breakgraph.runners.stats import RunnerStats
+
+__all__ = [
+    "DecodeRunner",
+    "EagerReason",
+    "FieldSpec",
+    "Forward",
+    "Ints",
+    "Pad",
+    "PhaseSpec",
+    "PrefillRunner",
+    "Progress",
+    "Runner",
+    "RunnerStats",
+    "StepBatch",
+    "admit",
+    "bucket_for",
+    "check_ladder",
+    "decode_spec",
+    "default_ladder",
+    "prefill_spec",
+]

@@ -1,0 +1,78 @@
+"""Decode: one new token a request, a bucket of requests. All metadata is on the device, so that a graph can hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from breakgraph.attention import AttentionStep
+from breakgraph.attention.kv_buffers import RESERVED_BLOCK
+from breakgraph.runners.base import Runner
+from breakgraph.runners.batch import StepBatch
+from breakgraph.runners.ladder import check_ladder, default_ladder
+from breakgraph.runners.spec import RESERVED_SLOT, FieldSpec, Pad, PhaseSpec
+
+
+def decode_spec(
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    num_blocks: int,
+    block_size: int,
+    buckets: Sequence[int] | None = None,
+) -> PhaseSpec:
+    """Request buckets through ``max_num_seqs``, or the explicit ``buckets``.
+
+    Raises:
+        ConfigError: ``buckets`` is not an ascending list of positive integers.
+    """
+    top = max_num_seqs
+    max_blocks_per_seq = -(-max_model_len // block_size)
+    return PhaseSpec(
+        phase="decode",
+        size_axis="requests",
+        ladder=default_ladder(top) if buckets is None else check_ladder(buckets, top, "decode_buckets"),
+        max_size=top,
+        max_num_seqs=max_num_seqs,
+        fields=(
+            FieldSpec(name="input_ids", dtype=torch.int64, axis="tokens", pad=0),
+            FieldSpec(name="positions", dtype=torch.int64, axis="tokens", pad=0),
+            FieldSpec(name="slot_mapping", dtype=torch.int64, axis="tokens", pad=RESERVED_SLOT),
+            # A padded row attends to the one token that it writes to the reserved slot itself.
+            FieldSpec(name="seq_lens", dtype=torch.int32, axis="requests", pad=1),
+            FieldSpec(
+                name="block_tables",
+                dtype=torch.int32,
+                axis="requests",
+                pad=RESERVED_BLOCK,
+                tail=(max_blocks_per_seq,),
+                limit=num_blocks,
+            ),
+            FieldSpec(name="logits_rows", dtype=torch.int64, axis="requests", pad=Pad.REPEAT_LAST),
+        ),
+        tokens_per_req=1,
+        attention_support=frozenset({"decode", "varlen"}),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_blocks_per_seq=max_blocks_per_seq,
+    )
+
+
+class DecodeRunner(Runner):
+    """Attention metadata is the static buffers; no length is known on the host."""
+
+    def _attention_step(self, batch: StepBatch, fields: Mapping[str, Tensor]) -> AttentionStep:
+        slot_mapping = fields["slot_mapping"]
+        return AttentionStep(
+            phase=self.spec.phase,
+            num_tokens=batch.num_tokens,
+            padded_num_tokens=slot_mapping.shape[0],
+            q_lens=(),
+            seq_lens=(),
+            cu_seqlens_q_gpu=None,
+            seq_lens_gpu=fields["seq_lens"],
+            block_tables_gpu=fields["block_tables"],
+            slot_mapping_gpu=slot_mapping,
+        )

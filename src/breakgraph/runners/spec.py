@@ -1,0 +1,153 @@
+"""What makes one phase different from another, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+import numpy as np
+import torch
+
+from breakgraph.attention.kv_buffers import RESERVED_BLOCK
+from breakgraph.errors import ConfigError
+from breakgraph.graph import ShapeKey
+from breakgraph.runners.batch import Ints, StepBatch
+from breakgraph.runners.ladder import bucket_for
+
+RESERVED_SLOT = 0
+"""The KV slot that padded tokens write to, in the reserved block."""
+
+Axis = Literal["tokens", "requests"]
+
+_BATCH_FIELDS = frozenset(field.name for field in dataclasses.fields(StepBatch))
+
+
+class Pad(Enum):
+    """Pad policies that are not a plain value."""
+
+    REPEAT_LAST = "repeat_last"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FieldSpec:
+    """One static input. Its values are the :class:`StepBatch` field of the same name."""
+
+    name: str
+    dtype: torch.dtype
+    axis: Axis
+    pad: int | Pad
+    """What the rows (and columns) past the live ones hold, rewritten on every step."""
+    tail: tuple[int, ...] = ()
+    """Shape of one row."""
+    limit: int | None = None
+    """Values must lie in 0 <= value < limit; None: any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseSpec:
+    """A phase: how its steps are sized, padded and admitted."""
+
+    phase: str
+    size_axis: Axis
+    """What a bucket counts."""
+    ladder: tuple[int, ...]
+    max_size: int
+    """The largest step the scheduler can send, along size_axis."""
+    max_num_seqs: int
+    fields: tuple[FieldSpec, ...]
+    tokens_per_req: int | None
+    """Fixed tokens of each request, or None where they vary. Fixed when size_axis is requests."""
+    attention_support: frozenset[str]
+    """Answers of an attention's ``graph_support(phase)`` that allow it inside a graph."""
+    num_blocks: int
+    block_size: int
+    max_blocks_per_seq: int
+
+    def __post_init__(self) -> None:
+        for field in self.fields:
+            assert field.name in _BATCH_FIELDS, (
+                f"{self.phase}: field {field.name!r} is not one of {sorted(_BATCH_FIELDS)}"
+            )
+        assert self.size_axis == "tokens" or self.tokens_per_req is not None, f"{self.phase}: requests of unknown size"
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest request that a block table holds, in tokens."""
+        return self.max_blocks_per_seq * self.block_size
+
+    def key(self, size: int) -> ShapeKey:
+        """The identity of the plan for one bucket."""
+        return ShapeKey(self.phase, size)
+
+    def num_rows(self, axis: Axis, size: int) -> int:
+        """Rows along ``axis`` in a bucket of ``size``."""
+        if self.size_axis == "requests":
+            return size * (self.tokens_per_req or 1) if axis == "tokens" else size
+        return size if axis == "tokens" else min(size, self.max_num_seqs)
+
+    def bucket_for(self, num_tokens: int, num_reqs: int) -> int | None:
+        """The smallest bucket with room for both, or None. A batch has no more requests than tokens."""
+        bucket = bucket_for(self.ladder, num_tokens if self.size_axis == "tokens" else num_reqs)
+        fits = bucket is not None and num_reqs <= self.num_rows("requests", bucket)
+        return bucket if fits else None
+
+    def check(self, batch: StepBatch) -> None:
+        """Raises ConfigError where ``batch`` does not fit this phase or the KV cache. Touches nothing."""
+        batch.check()
+        for index, q_len in enumerate(batch.q_lens):
+            if self.tokens_per_req not in (None, q_len):
+                raise ConfigError(
+                    f"{self.phase}: expected {self.tokens_per_req} new tokens in request {index}, got {q_len}"
+                )
+        slots = np.asarray(batch.slot_mapping)
+        first, end = self.block_size, self.num_blocks * self.block_size
+        wrong = np.flatnonzero((slots < first) | (slots >= end))
+        if wrong.size:
+            raise ConfigError(
+                f"{self.phase}: slot_mapping[{wrong[0]}]: expected {first} <= slot < {end} (block {RESERVED_BLOCK} is "
+                f"reserved for padding), got {slots[wrong[0]]}"
+            )
+        self._check_block_tables(batch)
+
+    def _check_block_tables(self, batch: StepBatch) -> None:
+        end = 0
+        requests = zip(batch.q_lens, batch.seq_lens, batch.block_tables, strict=True)
+        for index, (q_len, seq_len, table) in enumerate(requests):
+            end += q_len
+            needed = -(-seq_len // self.block_size)
+            if not needed <= len(table) <= self.max_blocks_per_seq:
+                raise ConfigError(
+                    f"{self.phase}: block_tables[{index}]: expected {needed} (seq_len {seq_len}) to "
+                    f"{self.max_blocks_per_seq} (max_model_len) blocks, got {len(table)}"
+                )
+            # One comparison a request that catches a table of another request before it becomes a wrong answer.
+            slot = table[needed - 1] * self.block_size + (seq_len - 1) % self.block_size
+            if batch.slot_mapping[end - 1] != slot:
+                raise ConfigError(
+                    f"{self.phase}: request {index}: its block table puts its last token in slot {slot}, "
+                    f"slot_mapping says {batch.slot_mapping[end - 1]}"
+                )
+
+    def dummy_batch(self, size: int) -> StepBatch:
+        """A step that fills a bucket of ``size`` and writes to the reserved slot only: longest requests, no prefix."""
+        num_tokens = self.num_rows("tokens", size)
+        longest = self.tokens_per_req or self.max_model_len
+        num_reqs = min(-(-num_tokens // longest), self.num_rows("requests", size))
+        q_lens = [min(longest, num_tokens - start) for start in range(0, num_reqs * longest, longest)]
+        positions: list[int] = [position for q_len in q_lens for position in range(q_len)]
+        return StepBatch(
+            input_ids=[0] * len(positions),
+            positions=positions,
+            slot_mapping=[RESERVED_SLOT] * len(positions),
+            q_lens=q_lens,
+            seq_lens=q_lens,
+            block_tables=[[RESERVED_BLOCK] * -(-q_len // self.block_size) for q_len in q_lens],
+            logits_rows=last_rows(q_lens),
+        )
+
+
+def last_rows(q_lens: Ints) -> list[int]:
+    """Index of each request's last token, requests back to back."""
+    return [int(end) - 1 for end in np.cumsum(q_lens)]

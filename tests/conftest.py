@@ -1,0 +1,37 @@
+"""Fixtures for every test: the devices present, a clean environment, a fixed torch seed.
+
+Warnings are errors through `filterwarnings` in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+# No deadline: tests run beside others on few cores, and none asserts on the clock.
+hypothesis.settings.register_profile("breakgraph", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("breakgraph")
+
+_DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(scope="session", params=_DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device of this machine; session scope, so that hypothesis tests may use it."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _clean_environ(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("BREAKGRAPH_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def torch_seed() -> int:
+    """The seed every test starts with; name it to build generators from it."""
+    torch.manual_seed(0)
+    return 0

@@ -1,0 +1,17 @@
+"""Tests that need a CUDA device. They are collected when this folder is named: `pytest tests/gpu`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_configure() -> None:
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("tests/gpu needs a CUDA device, torch finds none; `make test` runs the other tests")
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The CUDA device alone: what runs on the CPU device too belongs in tests/unit."""
+    return torch.device("cuda")

@@ -1,0 +1,45 @@
+"""A plan family that records what is asked of it; its replays call the captured function again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class FakePlan:
+    def __init__(self, family: FakeFamily, fn: Callable[[], Any], label: str) -> None:
+        self.family, self.fn, self.label = family, fn, label
+
+    def replay(self) -> Any:
+        self.family.events.append(f"replay {self.label}")
+        return self.fn()
+
+    def explain(self) -> str:
+        return f"report of {self.label}"
+
+    def close(self) -> None:
+        self.family.events.append(f"close {self.label}")
+
+
+class FakeFamily:
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.options: dict[str, dict[str, Any]] = {}
+        self.fail_at: dict[str, BaseException] = {}
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        self.events.append("window opens")
+        try:
+            yield
+        finally:
+            self.events.append("window closes")
+
+    def capture(self, fn: Callable[[], Any], *, label: str, **options: Any) -> FakePlan:
+        self.events.append(f"capture {label}")
+        self.options[label] = options
+        fn()
+        if label in self.fail_at:
+            raise self.fail_at[label]
+        return FakePlan(self, fn, label)

@@ -1,0 +1,19 @@
+"""What the tests of a whole LLM share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Reference = Callable[[Sequence[int], int], list[int]]
+"""(prompt, max_tokens) to the greedy tokens of transformers' own generate."""
+
+SMALL: dict[str, Any] = {
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 8,
+    "max_model_len": 128,
+    "prefill_buckets": (4, 16),
+    "decode_buckets": (2, 8),
+    "use_tqdm": False,
+}
+"""Options that make chunks of almost every prompt, and few captures."""

@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+
+from breakgraph.engine.prompts import TokenPrompt, as_prompt_list, tokenize
+from breakgraph.errors import ConfigError, PromptError
+
+
+def encode(text: str) -> list[int]:
+    return list(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("ab", ["ab"]),
+        (["ab", "c"], ["ab", "c"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        ({"prompt_token_ids": [1]}, [{"prompt_token_ids": [1]}]),
+        (["ab", [1], {"prompt": "c"}], ["ab", [1], {"prompt": "c"}]),
+        ([], []),
+        ([[]], [[]]),
+    ],
+)
+def test_one_prompt_or_many(prompts: object, expected: list[object]) -> None:
+    assert as_prompt_list(prompts) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompts", [5, None, 1.5, {1, 2}])
+def test_something_else_is_refused(prompts: object) -> None:
+    with pytest.raises(ConfigError, match="prompts must be text, token ids, a dict, or a list"):
+        as_prompt_list(prompts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("ab", TokenPrompt([97, 98], "ab")),
+        ({"prompt": "ab"}, TokenPrompt([97, 98], "ab")),
+        ([5, 6], TokenPrompt([5, 6])),
+        ((5, 6), TokenPrompt([5, 6])),
+        ({"prompt_token_ids": [5]}, TokenPrompt([5])),
+        ([], TokenPrompt([])),
+        ([np.int64(7)], TokenPrompt([7])),
+    ],
+)
+def test_every_form_becomes_token_ids(prompt: object, expected: TokenPrompt) -> None:
+    assert tokenize(prompt, encode) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        5,
+        None,
+        [1, "a"],
+        [1.0],
+        [True],
+        {"prompt": [1]},
+        {"prompt_token_ids": "ab"},
+        {"text": "ab"},
+        {"prompt": "ab", "prompt_token_ids": [1]},
+        {},
+    ],
+)
+def test_a_malformed_prompt_is_refused(prompt: object) -> None:
+    with pytest.raises(PromptError, match="prompt"):
+        tokenize(prompt, encode)  # type: ignore[arg-type]

@@ -1,0 +1,123 @@
+"""Static buffers are rewritten whole: nothing of an earlier step, and no garbage, survives in a bucket."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from breakgraph.errors import ConfigError
+from breakgraph.runners.buffers import StaticBuffers, live_fields, stage_rows
+from breakgraph.runners.spec import FieldSpec, Pad, PhaseSpec
+from unit.runners.fakes import decode_batch, make_batch, make_decode_spec, make_prefill_spec
+
+CPU = torch.device("cpu")
+GARBAGE = -123456
+
+
+def poisoned(spec: PhaseSpec) -> StaticBuffers:
+    buffers = StaticBuffers(spec, CPU)
+    for buffer in buffers.views(spec.ladder[-1]).values():
+        buffer.fill_(GARBAGE)
+    return buffers
+
+
+def test_prefill_padding_by_hand() -> None:
+    views = poisoned(make_prefill_spec()).load(make_batch([(3, 1), (0, 5)], first_token=10), 8)
+    assert {name: view.tolist() for name, view in views.items()} == {
+        "input_ids": [10, 11, 12, 13, 14, 15, 0, 0],
+        "positions": [3, 0, 1, 2, 3, 4, 0, 0],
+        "slot_mapping": [7, 8, 9, 10, 11, 12, 0, 0],
+        "logits_rows": [0, 5, 5, 5],
+    }
+
+
+def test_decode_padding_by_hand() -> None:
+    views = poisoned(make_decode_spec()).load(make_batch([(3, 1), (4, 1), (0, 1)], first_token=10), 4)
+    assert {name: view.tolist() for name, view in views.items()} == {
+        "input_ids": [10, 11, 12, 0],
+        "positions": [3, 4, 0, 0],
+        "slot_mapping": [7, 12, 16, 0],
+        "seq_lens": [4, 5, 1, 1],
+        "block_tables": [[1] + [0] * 7, [2, 3] + [0] * 6, [4] + [0] * 7, [0] * 8],
+        "logits_rows": [0, 1, 2, 2],
+    }
+
+
+def test_dtypes_are_the_ones_that_kernels_take() -> None:
+    views = StaticBuffers(make_decode_spec(), CPU).views(4)
+    int32 = {name for name, view in views.items() if view.dtype == torch.int32}
+    assert int32 == {"seq_lens", "block_tables"}
+    assert {view.dtype for name, view in views.items() if name not in int32} == {torch.int64}
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_tails_of_a_bigger_batch_are_gone(size: int) -> None:
+    spec = make_decode_spec()
+    buffers, clean = poisoned(spec), StaticBuffers(spec, CPU)
+    buffers.load(decode_batch(8, first_token=50), 8)
+    views = buffers.load(decode_batch(1), size)
+    for name, expected in clean.load(decode_batch(1), size).items():
+        assert torch.equal(views[name], expected), name
+    assert views["slot_mapping"][1:].tolist() == [0] * (size - 1)
+
+
+def test_a_load_stays_inside_its_bucket() -> None:
+    spec = make_prefill_spec()
+    buffers = poisoned(spec)
+    buffers.load(make_batch([(0, 3)]), 4)
+    assert buffers.views(16)["input_ids"][4:].eq(GARBAGE).all()
+
+
+def test_buckets_share_addresses_and_loads_keep_them() -> None:
+    buffers = StaticBuffers(make_prefill_spec(), CPU)
+    before = {name: view.data_ptr() for name, view in buffers.views(16).items()}
+    loaded = buffers.load(make_batch([(0, 3)]), 4)
+    assert {name: view.data_ptr() for name, view in loaded.items()} == before
+    assert {name: view.data_ptr() for name, view in buffers.views(8).items()} == before
+
+
+@pytest.mark.parametrize("block", [-1, 64, 1000])
+def test_a_block_out_of_range_is_refused_before_the_first_write(block: int) -> None:
+    buffers = poisoned(make_decode_spec())
+    batch = decode_batch(3)
+    batch = dataclasses.replace(batch, block_tables=[*batch.block_tables[:2], [block, 9, 10]])
+    with pytest.raises(ConfigError, match=rf"block_tables\[2\]: expected 0 <= value < 64, got \[{block}, 9, 10\]"):
+        buffers.load(batch, 4)
+    assert all(view.eq(GARBAGE).all() for view in buffers.views(8).values())
+
+
+def test_every_step_stages_in_memory_of_its_own() -> None:
+    field = FieldSpec(name="seq_lens", dtype=torch.int32, axis="requests", pad=Pad.REPEAT_LAST)
+    first = stage_rows(field, [1, 2], 3, CPU)
+    second = stage_rows(field, [3, 4], 3, CPU)
+    assert first.tolist() == [1, 2, 2]
+    assert second.tolist() == [3, 4, 4]
+
+
+def test_live_fields_have_no_padding() -> None:
+    fields = live_fields(make_decode_spec(), decode_batch(3), CPU)
+    assert {name: tuple(value.shape) for name, value in fields.items()} == {
+        "input_ids": (3,),
+        "positions": (3,),
+        "slot_mapping": (3,),
+        "seq_lens": (3,),
+        "block_tables": (3, 8),
+        "logits_rows": (3,),
+    }
+
+
+def test_staging_is_pinned_where_copies_are_asynchronous(device: torch.device) -> None:
+    field = FieldSpec(name="seq_lens", dtype=torch.int32, axis="requests", pad=1)
+    assert stage_rows(field, [5], 2, device).is_pinned() == (device.type == "cuda")
+
+
+def test_steps_in_flight_keep_their_values(device: torch.device) -> None:
+    buffers = StaticBuffers(make_decode_spec(), device)
+    if device.type == "cuda":
+        torch.cuda._sleep(200_000_000)
+    seen = []
+    for step in range(20):
+        seen.append(buffers.load(decode_batch(3, first_token=10 * step), 4)["input_ids"].clone())
+    assert [ids.tolist() for ids in seen] == [[10 * s, 10 * s + 1, 10 * s + 2, 0] for s in range(20)]
