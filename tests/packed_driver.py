@@ -11,7 +11,6 @@ from breakgraph.attention import AttentionBackend, AttentionStep, KVCacheBuffers
 from breakgraph.models import HFModel
 
 BLOCK_SIZE = 4
-MAX_BLOCKS = 12
 
 
 @dataclass
@@ -22,9 +21,11 @@ class TokenSequence:
 
 
 class PackedDriver:
-    def __init__(self, model: HFModel, attention: AttentionBackend, num_blocks: int = 64) -> None:
+    def __init__(self, model: HFModel, attention: AttentionBackend, max_blocks: int = 12) -> None:
         self.model = model
         self.attention = attention
+        self.max_blocks = max_blocks
+        num_blocks = 5 * max_blocks
         self.kv = KVCacheBuffers.allocate(model.layers, num_blocks, BLOCK_SIZE, model.dtype, model.device)
         attention.bind(self.kv)
         # Neighbours in a sequence are no neighbours in the cache, and block 0 is nobody's.
@@ -59,7 +60,7 @@ class PackedDriver:
                 input_ids.append(sequence.tokens[position])
                 positions.append(position)
                 slots.append(sequence.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
-            tables.append(sequence.blocks + [0] * (MAX_BLOCKS - len(sequence.blocks)))
+            tables.append(sequence.blocks + [0] * (self.max_blocks - len(sequence.blocks)))
         q_lens = tuple(n for _, n in work)
         seq_lens = tuple(s.num_done + n for s, n in work)
         num_tokens = len(input_ids)
@@ -77,7 +78,7 @@ class PackedDriver:
             seq_lens=() if phase == "decode" else seq_lens,
             cu_seqlens_q_gpu=torch.nn.functional.pad(int32(list(q_lens)).cumsum(0, dtype=torch.int32), (1, 0)),
             seq_lens_gpu=int32([*seq_lens, *[1] * row_padding]),
-            block_tables_gpu=int32([*tables, *[[0] * MAX_BLOCKS] * row_padding]),
+            block_tables_gpu=int32([*tables, *[[0] * self.max_blocks] * row_padding]),
             slot_mapping_gpu=torch.tensor(slots + [0] * padding, device=device),
         )
         return step, input_ids + [0] * padding, positions + [0] * padding

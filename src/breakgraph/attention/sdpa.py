@@ -92,22 +92,17 @@ def decode_attention(
     q: torch.Tensor, layer: LayerAttention, step: AttentionStep, kv: KVCacheBuffers, out: torch.Tensor
 ) -> None:
     """Fills all rows of `out`, one query each. Reads nothing on the host and no shape depends on the lengths."""
-    num_rows, num_blocks = step.block_tables_gpu.shape
-    width = num_blocks * kv.block_size
-    positions = torch.arange(width, device=q.device)
+    blocks, positions = _decode_blocks(layer, step, kv.block_size)
     lens = step.seq_lens_gpu[:, None]
     visible = positions < lens  # [R, width]
     if layer.window is not None:
         visible &= positions >= lens - layer.window
-    per_row = max(
-        layer.num_kv_heads * width * max(layer.head_dim, layer.v_head_dim),
-        layer.num_heads * width,
-    )
+    num_rows, width = visible.shape
+    per_row = width * max(layer.num_heads, layer.num_kv_heads * max(layer.head_dim, layer.v_head_dim))
     chunk = max(1, MAX_SCORES // per_row)
     for row in range(0, num_rows, chunk):
         rows = slice(row, min(row + chunk, num_rows))
-        blocks = step.block_tables_gpu[rows]
-        keys, values = kv.read_blocks(layer.layer_id, blocks.flatten())
+        keys, values = kv.read_blocks(layer.layer_id, blocks[rows].flatten())
         keys = _as_float32(keys.unflatten(0, (-1, width)).movedim(1, 2))  # [r, Hk, width, D]
         values = _as_float32(values.unflatten(0, (-1, width)).movedim(1, 2))
         seen = visible[rows]
@@ -115,6 +110,23 @@ def decode_attention(
         values = values.masked_fill(~seen[:, None, :, None], 0.0)
         queries = q[rows].unflatten(1, (layer.num_kv_heads, -1))[:, :, :, None]  # [r, Hk, G, 1, D]
         out[rows] = masked_attention(queries, keys, values, seen[:, None, None, None], layer)[:, 0]
+
+
+def _decode_blocks(layer: LayerAttention, step: AttentionStep, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The blocks to read, [R, N], and the positions of their slots, [R or 1, N * block_size].
+
+    A window needs only the few blocks that it can touch; which ones depends on the lengths, how many does not.
+    """
+    tables = step.block_tables_gpu
+    num_blocks = tables.shape[1]
+    offsets = torch.arange(block_size, device=tables.device)
+    columns = torch.arange(num_blocks, device=tables.device)[None]
+    if layer.window is not None:
+        first = (step.seq_lens_gpu[:, None] - layer.window).clamp(min=0) // block_size
+        columns = first + columns[:, : (layer.window + block_size - 2) // block_size + 1]
+        # Columns beyond the table read its last block; their positions are beyond every length, hence hidden.
+        tables = tables.gather(1, columns.clamp(max=num_blocks - 1))
+    return tables, (columns[:, :, None] * block_size + offsets).flatten(1)
 
 
 def masked_attention(

@@ -51,6 +51,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prompts(args: argparse.Namespace) -> list[Any]:
+    if args.load_format == "dummy" and not args.prompt_token_ids:
+        # Said before the model is made; the engine would say it after.
+        raise ConfigError("--load-format dummy has no tokenizer; give the prompt as --prompt-token-ids 1,2,3")
     given = args.prompt or args.chat or args.prompt_token_ids
     if given:
         return list(given)

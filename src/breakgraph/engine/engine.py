@@ -73,6 +73,8 @@ class Engine:
     def capture(self, progress: Callable[[Runner], CaptureProgress | None] = lambda runner: None) -> None:
         """Captures every bucket of every runner that is not captured yet. On failure nothing of that runner is kept."""
         self._check_open()
+        # One run of memory for the largest plan of any phase, which all others are split from.
+        self.family.reserve(max(runner.measure_pool_bytes() for runner in self.runners.values()))
         for runner in self.runners.values():
             runner.capture(progress(runner))
 

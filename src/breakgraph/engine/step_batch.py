@@ -25,10 +25,10 @@ def build_batch(step: ScheduledStep, block_size: int) -> StepBatch:
     q_lens = [row.num_new_tokens for row in step.rows]
     return StepBatch(
         input_ids=input_ids,
-        positions=np.concatenate(positions),  # type: ignore[arg-type]
-        slot_mapping=np.concatenate(slots),  # type: ignore[arg-type]
+        positions=np.concatenate(positions),
+        slot_mapping=np.concatenate(slots),
         q_lens=q_lens,
         seq_lens=seq_lens,
-        block_tables=block_tables,  # type: ignore[arg-type]
+        block_tables=block_tables,
         logits_rows=(np.cumsum(q_lens) - 1).tolist(),
     )

@@ -133,8 +133,8 @@ class BoundaryBuffer:
 
     def _mismatch(self, value: object) -> ResultMismatchError:
         return ResultMismatchError(
-            f"{self.path} was {describe(self.view)} when the plan was captured and is {describe(value)} now; return the "
-            "same shape, strides, dtype and device at every run, or declare a row prefix with valid_rows="
+            f"{self.path} was {describe(self.view)} when the plan was captured and is {describe(value)} now; return "
+            "the same shape, strides, dtype and device at every run, or declare a row prefix with valid_rows="
         )
 
 
@@ -144,7 +144,9 @@ ResultLeaf = ConstantLeaf | ArgumentLeaf | BoundaryBuffer
 class ResultStore:
     """All leaves of one break's result, and how they are checked and stored at a replay."""
 
-    def __init__(self, spec: BreakSpec, result: Tree, arguments: Sequence[torch.Tensor], mutated: Sequence[int]) -> None:
+    def __init__(
+        self, spec: BreakSpec, result: Tree, arguments: Sequence[torch.Tensor], mutated: Sequence[int]
+    ) -> None:
         """Decide how each leaf of ``result`` crosses. Nothing is allocated yet.
 
         Args:

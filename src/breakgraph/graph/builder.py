@@ -128,8 +128,8 @@ class CaptureBuilder:
                     return leaf
                 raise BreakArgumentError(
                     f"argument {path} of break {spec.name} is {describe(leaf)}, which would keep its capture-time "
-                    "state at every replay; pass tensors and constants, and read what changes from step to step inside the "
-                    "break, from the step's own context"
+                    "state at every replay; pass tensors and constants, and read what changes from step to step inside "
+                    "the break, from the step's own context"
                 )
             bound = self._bind_tensor(leaf, path, spec)
             originals.append(leaf)
@@ -157,6 +157,7 @@ class CaptureBuilder:
 
     def _run_first(self, step: EagerStep) -> Tree:
         watch = _FirstRun(self._device)
+        self._device.synchronize()  # which side streams it uses, and must wait for this one, is not known yet
         with step.scope(), watch:
             result = step.call()
         step.side_streams = watch.side_streams

@@ -1,7 +1,7 @@
 """The CPU device: the rules of CUDA graphs on a laptop. It claims no speed.
 
 What it cannot see: races between streams, what a kernel does inside (an opaque operator's declared effects are
-believed), CUDA addresses, ``x.to("cpu")`` (here every tensor is there already), which rows ``index_put_`` and its like
+believed, and what it writes counts as not read), CUDA addresses, ``x.to("cpu")`` (here every tensor is there already), which rows ``index_put_`` and its like
 reach, and host tensors made by factories without a device.
 """
 
@@ -138,11 +138,12 @@ class CpuDevice(Device):
     def is_capturing(self) -> bool:
         return False
 
-    def break_scope(
-        self, pool: Pool, writable: Sequence[torch.Tensor], side_streams: Sequence[Any]
-    ) -> AbstractContextManager[Any]:
+    def break_scope(self, pool: Pool, writable: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
         assert isinstance(pool, CpuPool)
         return _BreakWatch(pool, writable)
+
+    def fork(self, side_streams: Sequence[Any]) -> None:
+        """There are no streams here."""
 
     def join(self, side_streams: Sequence[Any]) -> None:
         """There are no streams here."""

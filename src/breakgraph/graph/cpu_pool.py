@@ -171,6 +171,11 @@ class CpuPool(Pool):
         for arena in self._arenas:
             ctypes.memset(arena.written_address, 0, arena.nbytes)
 
+    def reserve(self, nbytes: int) -> None:
+        self._sweep()
+        if nbytes and (not self._free or self._free[-1][0] < nbytes):
+            self._grow(-(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+
     def poison(self) -> int:
         self._sweep()
         for nbytes, address in self._free:

@@ -174,20 +174,13 @@ class CudaDevice(Device):
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def break_scope(
-        self, pool: Pool, writable: Sequence[torch.Tensor], side_streams: Sequence[Any]
-    ) -> AbstractContextManager[Any]:
-        return self._joined(side_streams) if side_streams else nullcontext()
+    def break_scope(self, pool: Pool, writable: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+        return nullcontext()
 
-    @contextmanager
-    def _joined(self, side_streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
-        main = torch.cuda.current_stream(self.torch_device)
+    def fork(self, side_streams: Sequence[Any]) -> None:
+        main = self.current_stream()
         for side in side_streams:
             side.wait_stream(main)
-        try:
-            yield
-        finally:
-            self.join(side_streams)
 
     def join(self, side_streams: Sequence[Any]) -> None:
         main = self.current_stream()

@@ -36,7 +36,7 @@ class CudaPool(Pool):
         self._kept: list[torch.cuda.CUDAGraph] = []
 
     def keep(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Hold a graph that failed until the pool closes: once no graph is on it, the host allocator refuses the pool."""
+        """Hold a failed graph until the pool closes: once no graph is on it, the host allocator refuses the pool."""
         self._kept.append(graph)
 
     @property
@@ -80,6 +80,14 @@ class CudaPool(Pool):
 
     def _bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
         return torch.as_tensor(_Address(address, nbytes), device=self._device)
+
+    def reserve(self, nbytes: int) -> None:
+        assert self.mem_pool is not None, "the pool was closed"
+        free = [block.nbytes for state, block in self._blocks() if state == "inactive"]
+        if nbytes and max(free, default=0) < nbytes:
+            with torch.cuda.use_mem_pool(self.mem_pool):
+                torch.empty(nbytes, dtype=torch.uint8, device=self._device)  # freed at once, kept by the pool
+            self.refresh()
 
     def poison(self) -> int:
         torch.cuda.synchronize(self._device)

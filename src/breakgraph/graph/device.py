@@ -54,6 +54,10 @@ class Pool(ABC):
         """Bytes taken from the device, used or not."""
 
     @abstractmethod
+    def reserve(self, nbytes: int) -> None:
+        """Hold a free run of at least ``nbytes`` bytes in one piece, for what runs on the current stream."""
+
+    @abstractmethod
     def poison(self) -> int:
         """Fill every free block with 0xFF bytes (NaN in every float type); returns the bytes filled."""
 
@@ -142,10 +146,12 @@ class Device(ABC):
         """Whether the current stream is being captured, by anybody."""
 
     @abstractmethod
-    def break_scope(
-        self, pool: Pool, writable: Sequence[torch.Tensor], side_streams: Sequence[Any]
-    ) -> AbstractContextManager[Any]:
-        """Wraps every run of a break: checks what it writes (``writable``: pool views it may), joins side streams."""
+    def break_scope(self, pool: Pool, writable: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+        """Wraps every run of a break and the storing of its result; ``writable`` are the pool views it may write."""
+
+    @abstractmethod
+    def fork(self, side_streams: Sequence[Any]) -> None:
+        """Make ``side_streams`` wait for the current stream."""
 
     @abstractmethod
     def join(self, side_streams: Sequence[Any]) -> None:

@@ -70,6 +70,8 @@ def reads_and_writes(
 
 
 def _writes_only(func: torch._ops.OpOverload, spec: torch._C.Argument) -> bool:
+    if func.namespace != "aten":
+        return True  # an opaque operator: its schema does not tell an output buffer from an accumulator
     if spec.kwarg_only and spec.name in _OUT_NAMES:
         return True
     return func._schema.name in _OVERWRITES and spec.name == "self"

@@ -61,6 +61,20 @@ class PlanFamily:
         """Bytes of the shared output buffer."""
         return self._outputs.nbytes
 
+    def reserve(self, nbytes: int) -> None:
+        """Make room in the pool, in one piece, before the first capture.
+
+        Plans whose tensors differ in size then split one run between them; without it each brings blocks of its own
+        sizes, and the pool grows beyond what the largest plan needs.
+
+        Args:
+            nbytes: What the largest plan needs: :attr:`pool_bytes` of a family that captured it alone.
+        """
+        if self._is_closed:
+            raise ClosedError("the plan family was closed; make a new one")
+        with self._lock, self.device.on_stream(self._stream):
+            self._pool.reserve(nbytes)
+
     def window(self) -> AbstractContextManager[None]:
         """Wrap a batch of captures in one window, so that garbage is collected once and not once a plan."""
         return capture_window()

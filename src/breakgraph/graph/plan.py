@@ -69,11 +69,17 @@ class EagerStep:
 
     def scope(self) -> AbstractContextManager[Any]:
         """What every run of the break is wrapped in."""
-        return self._device.break_scope(self._pool, self.writable, self.side_streams)
+        return self._device.break_scope(self._pool, self.writable)
 
     def call(self) -> Tree:
-        """Run the function; the result is not stored yet."""
-        return self._fn(*self._args, **self._kwargs)
+        """Run the function between a fork and a join of its side streams; the result is not stored yet."""
+        if not self.side_streams:
+            return self._fn(*self._args, **self._kwargs)
+        self._device.fork(self.side_streams)
+        try:
+            return self._fn(*self._args, **self._kwargs)
+        finally:
+            self._device.join(self.side_streams)
 
     def run(self) -> None:
         """Run the function and hand its result on."""

@@ -39,15 +39,16 @@ def load_gguf_tokenizer(path: Path, config: PreTrainedConfig) -> PreTrainedToken
     Raises:
         ConfigError: it holds none that can be read.
     """
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        # AutoTokenizer chooses this class as well, after reading the file once more.
+        tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(
             path.parent, gguf_file=path.name, local_files_only=True
         )
     except Exception as error:
         raise ConfigError(f"the tokenizer in {path} cannot be read: {type(error).__name__}: {error}") from error
-    # transformers 5.17 gives tokenizers of the llama kind their begin token for an end token.
+    # For llama tokenizers transformers 5.17 takes the end token from the begin token's id.
     end = config.eos_token_id
     if isinstance(end, int):
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
@@ -72,7 +73,7 @@ def convert_gguf(path: Path, folder: Path, progress: Callable[[str], None]) -> N
     load_gguf_tokenizer(path, config).save_pretrained(folder)
     progress(CONVERT_STAGES[1])
     model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.bfloat16, local_files_only=True
+        path.parent, config=config, gguf_file=path.name, dtype=torch.bfloat16, local_files_only=True
     )
     progress(CONVERT_STAGES[2])
     # save_pretrained refuses: it takes the dequantised model for a quantised one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from breakgraph.errors import WeightsError
 from breakgraph.models.hf import HFModel
 from breakgraph.models.hook import ATTENTION_NAME
 from breakgraph.models.source import ModelSource, resolve_model
-from breakgraph.models.support import build_model, check_supported
+from breakgraph.models.support import build_model, check_supported, has_experts
 
 logger = logging.getLogger(__name__)
 
@@ -55,23 +56,23 @@ def load_model(
 
 
 def _choose_experts(source: ModelSource, device: torch.device, dtype: torch.dtype) -> str:
-    """Of the two implementations that a graph can hold. For dense models the answer changes nothing."""
+    """Of the two implementations that a graph can hold."""
+    if not has_experts(source.config):
+        return "batched_mm"
     grouped = (
         device.type == "cuda"
         and dtype == torch.bfloat16
         and torch.cuda.get_device_capability(device) >= _GROUPED_MM_CAPABILITY
     )
-    text_config = source.config.get_text_config(decoder=True)
-    num_experts = getattr(text_config, "num_experts_per_tok", None)
-    if num_experts is not None:
-        reason = (
-            "bfloat16 on compute capability 9.0"
-            if grouped
-            else f"grouped_mm would wait for the device in {dtype} on {device.type}; this copies the weights of "
-            f"{num_experts} experts for each token, so keep steps small"
-        )
-        logger.info("experts=%s: %s", "grouped_mm" if grouped else "batched_mm", reason)
-    return "grouped_mm" if grouped else "batched_mm"
+    reason = (
+        "bfloat16 on compute capability 9.0"
+        if grouped
+        else f"grouped_mm would wait for the device in {dtype} on {device.type}; batched_mm copies "
+        "the weights of each token's experts, so keep steps small"
+    )
+    chosen = "grouped_mm" if grouped else "batched_mm"
+    logger.info("experts=%s: %s", chosen, reason)
+    return chosen
 
 
 def _random_model(
@@ -91,6 +92,7 @@ def _pretrained_model(
     try:
         model, info = _from_pretrained(
             folder,
+            config=copy.deepcopy(source.config),
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             experts_implementation=experts,

@@ -66,6 +66,13 @@ def build_model(config: PreTrainedConfig, dtype: torch.dtype, experts: str) -> P
     return model
 
 
+def has_experts(config: PreTrainedConfig) -> bool:
+    """Whether the model's class lets its expert computation be chosen; a dense class refuses any but batched_mm."""
+    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class = classes[0] if isinstance(classes, tuple) else classes
+    return bool(model_class._can_set_experts_implementation())
+
+
 def _check_config(config: PreTrainedConfig) -> None:
     text_config = config.get_text_config(decoder=True)
     name = (getattr(config, "architectures", None) or [config.model_type])[0]

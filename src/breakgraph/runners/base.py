@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from breakgraph.attention import AttentionBackend, AttentionMetadata, AttentionStep, use_step
+from breakgraph.backends import make_backend
 from breakgraph.errors import ClosedError, ConfigError
+from breakgraph.graph import PlanFamily
 from breakgraph.runners.admission import admit
 from breakgraph.runners.batch import StepBatch
 from breakgraph.runners.buffers import StaticBuffers, live_fields
@@ -86,6 +88,21 @@ class Runner(ABC):
         self._check_open()
         self._run_eager(self.spec.dummy_batch(self.spec.max_size))
 
+    def measure_pool_bytes(self) -> int:
+        """Bytes that the largest bucket takes in a pool of its own: captured into one, read, and dropped.
+
+        0 when this runner captures nothing. Writes KV to the reserved slot only.
+        """
+        buffers = self._allocated()
+        if not self.backend.captures:
+            return 0
+        with PlanFamily(self.device) as family:
+            backend = make_backend(self.backend.name, family)
+            self._capture_bucket(buffers, backend, self.spec.ladder[-1])
+            measured = family.pool_bytes
+            backend.close()
+        return measured
+
     def capture(self, progress: Progress | None = None) -> None:
         """Capture the buckets that are not captured yet, largest first: smaller ones fit in blocks the pool has then.
 
@@ -100,7 +117,7 @@ class Runner(ABC):
         try:
             with self.backend.family.window():
                 for done, size in enumerate(sizes, start=1):
-                    self._capture_bucket(buffers, size)
+                    self._capture_bucket(buffers, self.backend, size)
                     if progress is not None:
                         progress(str(self.spec.key(size)), done, len(sizes))
         except BaseException:
@@ -152,11 +169,11 @@ class Runner(ABC):
         self.backend.close()
         self._buffers = None
 
-    def _capture_bucket(self, buffers: StaticBuffers, size: int) -> None:
+    def _capture_bucket(self, buffers: StaticBuffers, backend: Backend, size: int) -> None:
         batch = self.spec.dummy_batch(size)
         fields = buffers.load(batch, size)
         with torch.no_grad(), use_step(self._plan_attention(batch, fields)):
-            self.backend.capture(self.spec.key(size), lambda: self.forward(fields))
+            backend.capture(self.spec.key(size), lambda: self.forward(fields))
 
     def _discard(self, key: ShapeKey) -> None:
         try:

@@ -32,8 +32,10 @@ def test_prefill_chunks_and_decodes_in_one_batch(layer: LayerAttention) -> None:
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
-def test_decode_reads_lengths_from_the_device(layer: LayerAttention) -> None:
-    batch = ragged_batch(layer, q_lens=[1] * 5, cached_lens=[0, 17, 3, 31, 8], padding=3, phase="decode")
+@pytest.mark.parametrize("max_blocks", [8, 16], ids=["a full table", "a roomy table"])
+def test_decode_reads_lengths_from_the_device(layer: LayerAttention, max_blocks: int) -> None:
+    cached_lens = [0, 17, 3, 31, 8, 27, 28]
+    batch = ragged_batch(layer, [1] * 7, cached_lens, padding=3, phase="decode", max_blocks=max_blocks)
     assert error(batch) < TOLERANCE
 
 
@@ -42,6 +44,19 @@ def test_decode_reads_lengths_from_the_device(layer: LayerAttention) -> None:
 def test_any_ragged_batch(requests: list[tuple[int, int]], layer: str, padding: int, seed: int) -> None:
     q_lens, cached_lens = zip(*requests, strict=True)
     assert error(ragged_batch(LAYERS[layer], q_lens, cached_lens, padding=padding, seed=seed)) < TOLERANCE
+
+
+@hypothesis.given(
+    st.lists(st.integers(0, 31), min_size=1, max_size=6),
+    st.integers(1, 40),
+    st.sampled_from([None, SINKS]),
+    st.integers(0, 2**31),
+)
+@hypothesis.settings(max_examples=25)
+def test_any_decode_batch(cached_lens: list[int], window: int, sinks: torch.Tensor | None, seed: int) -> None:
+    layer = replace(PLAIN, window=window, sinks=sinks)
+    batch = ragged_batch(layer, [1] * len(cached_lens), cached_lens, phase="decode", max_blocks=8, seed=seed)
+    assert error(batch) < TOLERANCE
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())

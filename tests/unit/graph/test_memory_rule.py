@@ -291,3 +291,33 @@ def test_without_breaks_marked_calls_are_recorded(device: torch.device, family: 
         x.copy_(torch.randn(4, 4, device=device))
         assert torch.equal(replay(plan), x * 2 + 1)
     assert (plan.num_segments, plan.num_breaks, len(runs)) == (1, 0, count)
+
+
+def test_plans_of_other_sizes_split_one_reserved_run(device: torch.device) -> None:
+    """Without it, a plan of few large tensors and one of many small ones each bring blocks of their own."""
+    x = torch.randn(10 << 20, device=device)
+
+    def few_large() -> Tensor:
+        return (x + 1).sin() * 2
+
+    def many_small() -> Tensor:
+        parts = [part * 2 for part in x.split(1 << 19)]
+        return torch.stack([part.sum() for part in parts])
+
+    def alone(fn: Callable[[], Tensor]) -> int:
+        with PlanFamily(device) as family:
+            family.capture(fn)
+            return family.pool_bytes
+
+    with torch.no_grad():
+        largest = max(alone(few_large), alone(many_small))
+        with PlanFamily(device) as family:
+            family.reserve(largest)
+            assert family.pool_bytes >= largest
+            for fn in (many_small, few_large):
+                assert torch.equal(family.capture(fn).replay(), fn())
+            assert family.pool_bytes <= 1.05 * largest
+        with PlanFamily(device) as family:
+            family.capture(many_small)
+            family.capture(few_large)
+            assert family.pool_bytes > 1.3 * largest
