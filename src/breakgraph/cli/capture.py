@@ -42,7 +42,6 @@ def run(args: argparse.Namespace) -> int:
 
 def print_captured(llm: LLM) -> None:
     """The table of all plans of an LLM."""
-    from rich import box
     from rich.console import Console
     from rich.table import Table
 
@@ -50,7 +49,7 @@ def print_captured(llm: LLM) -> None:
     console = Console()
     emulated = " (emulated: works, and claims no speed)" if stats["emulated"] else ""
     console.print(f"{stats['model']}, {stats['dtype']}, {stats['device']}{emulated}", highlight=False)
-    table = Table("phase", "backend", box=box.SIMPLE, pad_edge=False, collapse_padding=True)
+    table = Table("phase", "backend", box=None, pad_edge=False)
     for name in ("bucket", "segments", "breaks", "nodes", "pool +MiB", "capture s"):
         table.add_column(name, justify="right")
     for key, report in llm.explain().items():

@@ -1,14 +1,15 @@
 """The CPU device: the rules of CUDA graphs on a laptop. It claims no speed.
 
-What it cannot see: races between streams, what a kernel does inside (an opaque operator's declared effects are
-believed, and what it writes counts as not read), CUDA addresses, ``x.to("cpu")`` (here every tensor is there already), which rows ``index_put_`` and its like
-reach, and host tensors made by factories without a device.
+What it cannot see: races between streams; what a kernel does inside (an opaque operator's declared effects are
+believed, what it writes counts as not read, its own host reads go unnoticed); CUDA addresses; ``x.to("cpu")`` (here
+every tensor is there already); which rows ``index_put_`` and its like reach; host tensors made by factories without a device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from breakgraph.errors import UndeclaredWriteError
 from breakgraph.graph.cpu_pool import CpuPool
-from breakgraph.graph.cpu_record import CpuRecorder, OpaqueOpGuard, TapeEntry, is_host, tag_host
+from breakgraph.graph.cpu_record import CpuRecorder, TapeEntry, is_host, tag_host
 from breakgraph.graph.device import CaptureSession, Device, Pool, Segment
 from breakgraph.graph.effects import allocates_only, reads_and_writes
 from breakgraph.graph.refusals import HostReadGuard
@@ -30,14 +31,10 @@ class CpuSegment(Segment):
         self._tape = tape
         self.pins = pins
         self.num_ops = self.num_nodes = len(tape)
-        self._has_run = False
 
     def replay(self) -> None:
-        opaque = not self._has_run and any(entry.func.namespace != "aten" for entry in self._tape)
-        with OpaqueOpGuard() if opaque else nullcontext():
-            for entry in self._tape:
-                entry.run(self._pool)
-        self._has_run = True
+        for entry in self._tape:
+            entry.run(self._pool)
 
     def close(self) -> None:
         self._tape = []
@@ -79,6 +76,16 @@ class CpuCapture(CaptureSession):
         return nullcontext()
 
 
+@dataclass(frozen=True, slots=True)
+class _InBreak:
+    """An operator's name in an error, put together only if there is one."""
+
+    func: torch._ops.OpOverload
+
+    def __str__(self) -> str:
+        return f"{self.func} in an eager break"
+
+
 class _BreakWatch(TorchDispatchMode):
     """Checks what a break reads from the pool, and what it writes there against what it declares."""
 
@@ -98,7 +105,7 @@ class _BreakWatch(TorchDispatchMode):
         reads, writes = reads_and_writes(func, args, kwargs)
         for tensor in reads:
             if (span := self._pool.span(tensor)) is not None:
-                self._pool.check_written(span, f"{func} in an eager break")
+                self._pool.check_written(span, _InBreak(func))
         out = func(*args, **kwargs)
         for tensor in writes:
             if (span := self._pool.span(tensor)) is not None:

@@ -158,7 +158,7 @@ class CpuPool(Pool):
             return bool(span.rows.all())
         return span.arena.written.find(0, span.start, span.end) < 0
 
-    def check_written(self, span: Span, reader: str) -> None:
+    def check_written(self, span: Span, reader: object) -> None:
         """Raises UnwrittenReadError when ``reader`` would see bytes that this replay has not written."""
         if not self.is_written(span):
             raise UnwrittenReadError(

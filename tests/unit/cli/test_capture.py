@@ -8,7 +8,7 @@ from breakgraph.cli.main import main
 def test_a_line_for_each_bucket_and_totals(model_args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["capture", *model_args, "--prefill-buckets", "4,16"]) == 0
     out = capsys.readouterr().out
-    rows = [line.split() for line in out.splitlines() if line.lstrip().startswith(("prefill", "decode"))]
+    rows = [line.split() for line in out.splitlines() if line.startswith(("prefill", "decode"))]
     # phase, backend, bucket, segments, breaks
     assert [row[:5] for row in rows] == [
         ["prefill", "breakable", "16", "3", "2"],

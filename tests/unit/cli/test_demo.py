@@ -73,12 +73,12 @@ def test_answers_then_a_row_for_each_backend_and_phase(fake: type[FakeLLM], caps
     for i, question in enumerate(demo.QUESTIONS):
         assert question in out
         assert f"answer {i} [bold]" in out
-    rows = [line.split() for line in out.splitlines() if line.lstrip().startswith(PHASES)]
+    rows = [line.split() for line in out.splitlines() if line.startswith(PHASES)]
     assert rows == [
-        ["prefill", "breakable", "31", "30", "1..5", "(5)", "7", "0", "yes"],
-        ["decode", "full", "31", "30", "1..5", "(5)", "7", "0", "yes"],
-        ["prefill", "eager", "0", "0", "-", "0", "7", "backend_eager", "-"],
-        ["decode", "eager", "0", "0", "-", "0", "7", "backend_eager", "-"],
+        ["prefill", "breakable", "31", "30", "1..5", "(5)", "7", "yes", "0"],
+        ["decode", "full", "31", "30", "1..5", "(5)", "7", "yes", "0"],
+        ["prefill", "eager", "0", "0", "-", "0", "-", "7", "backend_eager"],
+        ["decode", "eager", "0", "0", "-", "0", "-", "7", "backend_eager"],
     ]
     assert "captured: capture 1.0 s, answers" in out
 
@@ -103,12 +103,8 @@ def test_only_a_cpu_is_said_to_be_emulated(
 def test_other_tokens_than_eager_fail_the_demo(fake: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
     fake.eager_tokens = [1, 3]
     assert main(["demo", "--device", "cpu"]) == 1
-    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith(PHASES)] == [
-        "NO",
-        "NO",
-        "-",
-        "-",
-    ]
+    out = capsys.readouterr().out
+    assert [line.split().count("NO") for line in out.splitlines() if line.startswith(PHASES)] == [1, 1, 0, 0]
 
 
 def test_the_cache_folder_may_come_from_the_environment(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
