@@ -16,6 +16,9 @@ from breakgraph.cli.main import main
 from breakgraph.runners import Runner, StepBatch
 from slow.prompts import prompts_of_lengths
 
+# The first test of a fresh machine also fetches and converts the model.
+pytestmark = pytest.mark.timeout(1200)
+
 MAX_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 OPTIONS: dict[str, Any] = {
@@ -57,7 +60,6 @@ def captured_answers(
 
 
 # One test, so that the captures are made once however the tests are spread over workers.
-@pytest.mark.timeout(1200)
 def test_greedy_tokens_are_those_of_transformers_generate(smollm2_folder: Path, tokenizer: Any) -> None:
     prompts = prompts_of_lengths(tokenizer)
     short = [prompt for prompt in prompts if len(prompt) <= LONG]
@@ -76,7 +78,6 @@ def test_greedy_tokens_are_those_of_transformers_generate(smollm2_folder: Path, 
     assert found == expected
 
 
-@pytest.mark.timeout(900)
 def test_in_bfloat16_each_replay_has_the_bits_of_a_padded_eager_step(
     smollm2_folder: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,28 +113,12 @@ def test_in_bfloat16_each_replay_has_the_bits_of_a_padded_eager_step(
 def test_the_command_line_chats_with_the_default_model(
     smollm2_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = ["--max-num-batched-tokens", "64", "--max-num-seqs", "1", "--max-model-len", "128", "--device", "cpu"]
-    question = [
-        "--dtype",
-        "float32",
-        "--chat",
-        "What is the capital of France?",
-        "--temperature",
-        "0",
-        "--max-tokens",
-        "40",
-    ]
-    argv = [
-        "generate",
-        "--json",
-        *question,
-        *sizes,
-        "--prefill-buckets",
-        "64",
-        "--cache-dir",
-        str(smollm2_folder.parent),
-    ]
-    assert main(argv) == 0
+    flags = (
+        "--json --temperature 0 --max-tokens 40 --dtype float32 --device cpu --max-model-len 128 "
+        "--max-num-batched-tokens 64 --max-num-seqs 1 --prefill-buckets 64"
+    )
+    chat = ["--chat", "What is the capital of France?", "--cache-dir", str(smollm2_folder.parent)]
+    assert main(["generate", *chat, *flags.split()]) == 0
     printed = json.loads(capsys.readouterr().out)
     completion = printed["outputs"][0]["outputs"][0]
     assert "Paris" in completion["text"]

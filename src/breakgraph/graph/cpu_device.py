@@ -2,7 +2,8 @@
 
 What it cannot see: races between streams; what a kernel does inside (an opaque operator's declared effects are
 believed, what it writes counts as not read, its own host reads go unnoticed); CUDA addresses; ``x.to("cpu")`` (here
-every tensor is there already); which rows ``index_put_`` and its like reach; host tensors made by factories without a device.
+every tensor is there already); which rows ``index_put_`` and its like reach; host tensors that factories without a
+device make.
 """
 
 from __future__ import annotations

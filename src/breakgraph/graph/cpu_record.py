@@ -135,6 +135,8 @@ class CpuRecorder(TorchDispatchMode):
         given = [*tensors_in(list(args)), *tensors_in(list(kwargs.values()))]
         if given and all(is_host(t) for t in given):
             return map_tensors(func(*args, **kwargs), _tagged)
+        if any(is_host(t) for t in given) and func._schema.name == "aten::copy_":
+            refuse(str(func), "copies between host and device through pageable memory")
         if any(is_host(t) and t.dim() > 0 for t in given):
             refuse(f"{func} on a host tensor and a device tensor", "mixes devices; make the host tensor on the device")
         if func.is_view:

@@ -73,8 +73,6 @@ class CudaRecorder(TorchDispatchMode):
         if name == "aten::copy_" and args[0].is_cuda != args[1].is_cuda:
             host = args[1] if args[0].is_cuda else args[0]
             non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-            if host.dim() == 0 and args[0].is_cuda:
-                return  # a host scalar is baked into the kernel's arguments
             if not (host.is_pinned() and non_blocking):
                 refuse(str(func), "copies between host and device through pageable memory, or waits for the copy")
         elif name == "aten::_to_copy" and kwargs.get("device") is not None:

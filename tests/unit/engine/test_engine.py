@@ -11,12 +11,12 @@ import torch
 
 from breakgraph import LLM, SamplingParams
 from breakgraph.attention import AttentionBackend
-from breakgraph.backends import Backend
 from breakgraph.engine import llm as llm_module
 from breakgraph.engine.engine import Engine
 from breakgraph.engine.request import Request
 from breakgraph.engine.sampler import Sampler
 from breakgraph.errors import BreakgraphError, ClosedError
+from breakgraph.graph import PlanFamily
 from unit.engine.small import SMALL, Reference
 
 PROMPTS = [[1, 2, 3], [4] * 30, [5, 6]]
@@ -149,25 +149,20 @@ class TestCapture:
         monkeypatch.setattr(llm_module, "load_engine", load_and_keep)
         return seen
 
-    @pytest.mark.parametrize("error", [InjectedError, KeyboardInterrupt])
-    @pytest.mark.parametrize("bucket", [1, 2, 3, 4], ids=["first", "second", "first of decode", "last"])
+    # Two captures measure, two are prefill's, two are decode's.
+    @pytest.mark.parametrize(
+        ("call", "error"), [(1, KeyboardInterrupt), (3, InjectedError), (4, KeyboardInterrupt), (6, InjectedError)]
+    )
     def test_a_failure_closes_everything(
-        self, llama_folder: Path, device: torch.device, engines: list[Engine], bucket: int, error: type[BaseException]
+        self, llama_folder: Path, device: torch.device, engines: list[Engine], call: int, error: type[BaseException]
     ) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            for cls in {c for base in Backend.__subclasses__() for c in (base, *base.__subclasses__())}:
-                if "capture" in vars(cls):
-                    raise_at(patch, cls, "capture", bucket, error)
+            raise_at(patch, PlanFamily, "capture", call, error)
             with pytest.raises(error, match="injected"):
                 LLM(str(llama_folder), device=str(device), **SMALL)
-        (engine,) = engines
-        assert engine.family.pool_bytes == 0
-        assert engine.kv is None
-        with pytest.raises(ClosedError):
-            engine.family.capture(lambda: torch.zeros(1))
+        assert_closed(engines)
 
-    @pytest.mark.parametrize("error", [InjectedError, KeyboardInterrupt])
-    @pytest.mark.parametrize("call", [1, 3, 6])
+    @pytest.mark.parametrize(("call", "error"), [(4, KeyboardInterrupt), (14, InjectedError)])
     def test_an_exception_in_a_break_during_capture_too(
         self,
         llama_folder: Path,
@@ -188,7 +183,16 @@ class TestCapture:
             patch.setattr(Engine, "capture", capture_with_fault)
             with pytest.raises(error, match="injected"):
                 LLM(str(llama_folder), device=str(device), **SMALL)
-        assert engines[0].family.pool_bytes == 0
+        assert_closed(engines)
         with LLM(str(llama_folder), device=str(device), **SMALL) as again:
             outputs = again.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == [reference(prompt, 8) for prompt in PROMPTS]
+
+
+def assert_closed(engines: list[Engine]) -> None:
+    (engine,) = engines
+    assert engine.family.pool_bytes == 0
+    assert engine.kv is None
+    assert not engine.runners
+    with pytest.raises(ClosedError):
+        engine.family.capture(lambda: torch.zeros(1))

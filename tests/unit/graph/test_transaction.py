@@ -70,6 +70,8 @@ def test_the_first_error_arrives_and_nothing_is_left(device: torch.device, where
         (lambda x: torch.repeat_interleave(x, (x > 0).long()), "repeat_interleave"),
         (lambda x: x + torch.tensor([1.0] * 4, device=x.device), "tensor"),
         (lambda x: x.cpu(), "cpu"),
+        (lambda x: x.copy_(torch.tensor([1.0] * 4)), "copy_"),
+        (lambda x: x[0].copy_(torch.tensor(1.0)), "copy_"),
         (lambda x: x.resize_(2), "resize_"),
     ],
 )

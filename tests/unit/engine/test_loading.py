@@ -1,0 +1,111 @@
+"""What `load_engine` makes, and that nothing of it stays when a later part fails."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from breakgraph.engine import loading
+from breakgraph.engine.config import EngineConfig
+from breakgraph.engine.loading import load_engine
+from breakgraph.errors import ClosedError, ConfigError, ModelNotFoundError, UnknownNameError
+from breakgraph.graph import PlanFamily
+from unit.engine.small import SMALL
+
+OPTIONS = {name: value for name, value in SMALL.items() if name != "use_tqdm"}
+
+
+def config_for(folder: Path, device: torch.device, **options: Any) -> EngineConfig:
+    return EngineConfig(**{"model": str(folder), "device": str(device), **OPTIONS, **options})
+
+
+@pytest.fixture
+def families(monkeypatch: pytest.MonkeyPatch) -> list[PlanFamily]:
+    """The plan families that loading makes."""
+    seen: list[PlanFamily] = []
+
+    def make(device: torch.device) -> PlanFamily:
+        seen.append(PlanFamily(device))
+        return seen[-1]
+
+    monkeypatch.setattr(loading, "PlanFamily", make)
+    return seen
+
+
+def test_an_engine_is_ready_to_capture_and_has_captured_nothing(llama_folder: Path, device: torch.device) -> None:
+    engine = load_engine(config_for(llama_folder, device))
+    assert engine.explain() == {}
+    assert engine.stats()["pool_bytes"] == 0
+    assert {phase: runner.spec.ladder for phase, runner in engine.runners.items()} == {
+        "prefill": (4, 16),
+        "decode": (2, 8),
+    }
+    # 8 requests of 128 tokens in blocks of 16, and the reserved one
+    assert engine.stats()["num_kv_blocks"] == 65
+    assert engine.kv is not None
+    # 2 layers, keys and values, 65 blocks of 16 tokens, 2 heads of 16 float32
+    assert engine.kv.num_bytes == engine.stats()["kv_cache_bytes"] == 2 * 2 * 65 * 16 * 2 * 16 * 4
+    engine.close()
+
+
+def test_an_engine_that_has_not_captured_runs_eagerly_and_says_so(llama_folder: Path, device: torch.device) -> None:
+    from breakgraph import SamplingParams
+
+    engine = load_engine(config_for(llama_folder, device))
+    engine.add(engine.make_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=3)))
+    while engine.has_requests:
+        engine.step()
+    runners = engine.stats()["runners"]
+    assert runners["prefill"]["num_eager_steps_by_reason"] == {"not_captured": 1}
+    assert runners["decode"]["num_eager_steps_by_reason"] == {"not_captured": 2}
+    engine.close()
+
+
+@pytest.mark.parametrize("part", ["make_attention", "_allocate_kv", "_make_runners", "_make_scheduler", "Sampler"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failure_half_way_closes_what_was_made(
+    llama_folder: Path,
+    device: torch.device,
+    families: list[PlanFamily],
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+    error: type[BaseException],
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error("injected")
+
+    monkeypatch.setattr(loading, part, fail)
+    with pytest.raises(error, match="injected"):
+        load_engine(config_for(llama_folder, device))
+    for family in families:
+        with pytest.raises(ClosedError):
+            family.capture(lambda: torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"max_model_len": 513}, ConfigError, "max_model_len=513 is beyond the 512 positions"),
+        ({"decode_backend": "fast"}, UnknownNameError, "unknown backend 'fast'"),
+        ({"prefill_buckets": (16, 4)}, ConfigError, "prefill_buckets: expected an ascending list"),
+        ({"model": "/no/such/model"}, ModelNotFoundError, "no model at '/no/such/model'"),
+        ({"model": "qwen3-0.6b"}, ConfigError, "use load_format='dummy'"),
+        ({"prefill_backend": "full"}, ConfigError, "use backend 'breakable'"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(
+    llama_folder: Path, device: torch.device, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        load_engine(config_for(llama_folder, device, **options))
+
+
+def test_every_choice_is_in_the_log(llama_folder: Path, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="breakgraph"):
+        load_engine(config_for(llama_folder, device)).close()
+    for choice in ("device=", "dtype=float32: the model's own", "attention=sdpa", "65 KV blocks of 16 tokens"):
+        assert choice in caplog.text
