@@ -40,7 +40,14 @@ def overlaps(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for two tensors exactly when they show the same elements."""
-    return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+
+def same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape are laid out alike; strides of dimensions of size 1 mean nothing."""
+    if one.stride() == other.stride():
+        return True
+    return all(a == b or n == 1 for a, b, n in zip(one.stride(), other.stride(), one.shape, strict=True))
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -63,7 +70,8 @@ class ConstantLeaf:
         self.value = value
 
     def store(self, value: object, valid: int | None) -> None:
-        if value != self.value or type(value) is not type(self.value):
+        is_same = value == self.value or (value != value and self.value != self.value)  # NaN is the same constant
+        if not is_same or type(value) is not type(self.value):
             raise ResultMismatchError(
                 f"{self.path} was {self.value!r} when the plan was captured and is {value!r} now: code after the break "
                 "was captured with the old value; return a tensor, or keep the decision inside the break"
@@ -116,13 +124,15 @@ class BoundaryBuffer:
         view = self.view
         if not isinstance(value, torch.Tensor) or value.dtype != view.dtype or value.device != view.device:
             raise self._mismatch(value)
-        if value.shape == view.shape and value.stride() == view.stride():
+        has_rows = valid is not None and view.dim() > self._spec.row_dim
+        if value.shape == view.shape and same_strides(value, view):
             view.copy_(value)
-            if valid is not None:
+            if valid is not None and has_rows:
                 self._spec.define_tail(view, valid)
             return
-        if valid is None or not self._is_prefix(value, valid):
+        if valid is None or not has_rows or not self._is_prefix(value, valid):
             raise self._mismatch(value)
+        self._spec.check_rows(view, valid)
         view.narrow(self._spec.row_dim, 0, valid).copy_(value)
         self._spec.define_tail(view, valid)
 
@@ -239,11 +249,19 @@ class ResultStore:
             leaf.store(value, valid)
 
 
+def with_bits_of(tensor: torch.Tensor, bare: torch.Tensor) -> torch.Tensor:
+    """``bare`` with the lazy conjugation and negation that ``tensor`` carries."""
+    if tensor.is_conj():
+        bare = bare.conj()
+    return torch._neg_view(bare) if tensor.is_neg() else bare
+
+
 def view_of(tensor: torch.Tensor, pool: Pool) -> torch.Tensor:
     """``tensor`` on the same bytes, not keeping its pool block alive."""
     storage = pool.view_storage(tensor.untyped_storage())
     bare = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return bare.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    bare.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return with_bits_of(tensor, bare)
 
 
 def _matching_argument(
@@ -252,11 +270,10 @@ def _matching_argument(
     """Index of the argument that a result is; -1 when it is fresh."""
     if not isinstance(leaf, torch.Tensor):
         return -1
-    for index, argument in enumerate(arguments):
-        if leaf is not argument and not overlaps(leaf, argument):
-            continue
-        if index in mutated and geometry(leaf) == geometry(argument):
+    for index in mutated:
+        if geometry(leaf) == geometry(arguments[index]):
             return index
+    if any(leaf is argument or overlaps(leaf, argument) for argument in arguments):
         raise BreakResultError(
             f"{path} overlaps an argument of the break; return that argument itself and name it in mutates=, or return "
             "a clone"

@@ -34,7 +34,7 @@ class _FirstRun(TorchDispatchMode):
         if stream != self._main and stream not in self.side_streams:
             self.side_streams.append(stream)
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tensors_in(list(args))}
+        given = {t.untyped_storage()._cdata for t in tensors_in([*args, *(kwargs or {}).values()])}
         for tensor in tensors_in(out):
             storage = tensor.untyped_storage()
             if storage._cdata not in given and storage._cdata not in self.made:
@@ -56,6 +56,7 @@ class CaptureBuilder:
         self._breaks = breaks
         self._in_break = False
         self._pending: EagerStep | None = None
+        self._failure: BaseException | None = None
         self._made_in_breaks: dict[int, tuple[StorageWeakRef, str]] = {}
         self._older: list[Block] = pool.live_blocks()
         self._session: CaptureSession = device.open_capture(pool, stream, self._check_storage)
@@ -65,7 +66,11 @@ class CaptureBuilder:
         try:
             with self._session:
                 self._session.begin()
-                copy_into(places, fn())
+                outputs = fn()
+                if self._failure is not None:
+                    raise self._failure  # the captured function swallowed it, and went on without a segment
+                copy_into(places, outputs)
+                del outputs
                 self._close_segment()
         except BaseException:
             self._session.abort()
@@ -81,8 +86,20 @@ class CaptureBuilder:
         self, spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Tree:  # fmt: skip
         """A marked call while this thread captures: closes the segment, runs the break, opens the next segment."""
-        if not self._breaks or self._in_break:
+        if not self._breaks or self._in_break or self._failure is not None:
             return run_plain(spec, fn, args, kwargs)
+        try:
+            return self._break(spec, fn, args, kwargs)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether what this thread does now goes into a segment."""
+        return not self._in_break
+
+    def _break(self, spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwargs: dict[str, Any]) -> Tree:
         with self._session.main_stream():
             self._close_segment()
             originals: list[torch.Tensor] = []

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from breakgraph.errors import UncapturableOpError
+from breakgraph.graph.boundary import with_bits_of
 from breakgraph.graph.cpu_pool import CpuPool, Span
 from breakgraph.graph.effects import allocates_only, reads_and_writes, tensors_in
 from breakgraph.graph.refusals import check_op, refuse
@@ -186,13 +187,12 @@ class CpuRecorder(TorchDispatchMode):
             storage = self.pool.view_storage(storage)
         else:
             self.pins[storage._cdata] = storage
-        key = (storage._cdata, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        bits = (tensor.is_conj(), tensor.is_neg())
+        key = (storage._cdata, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), bits)
         if key not in self._aliases:
             bare = torch.empty(0, dtype=tensor.dtype)
             bare.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-            if tensor.is_conj():
-                bare = bare.conj()
-            self._aliases[key] = bare
+            self._aliases[key] = with_bits_of(tensor, bare)
         return self._aliases[key]
 
 

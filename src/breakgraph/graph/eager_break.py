@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from breakgraph.errors import ForeignCaptureError, ResultMismatchError, UnknownNameError
+from breakgraph.errors import ConfigError, ForeignCaptureError, ResultMismatchError, UnknownNameError
 from breakgraph.graph.tree import Tree, tree_leaves
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class BreakSpec:
         name: Qualified name, for reports and errors.
         mutates: Parameters written in place. They reach the next segment as themselves, without a copy.
         valid_rows: Number of live rows of the current step, or None when all rows are written.
-        row_dim: The dimension that ``valid_rows`` counts along, in mutated arguments and results.
+        row_dim: The dimension that ``valid_rows`` counts along, in mutated arguments and in results that have it.
         signature: Of the function as it is called.
     """
 
@@ -46,11 +46,19 @@ class BreakSpec:
     row_dim: int
     signature: inspect.Signature
 
+    @property
+    def has_variadic(self) -> bool:
+        """Whether the function takes ``*args`` or ``**kwargs``."""
+        return any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in self.signature.parameters.values())
+
     def mutated(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """The tensors among the arguments that ``mutates`` names."""
         if not self.mutates:
             return []
-        given = dict(zip(self.signature.parameters, args, strict=False)) | dict(kwargs)
+        if self.has_variadic:
+            given = self.signature.bind(*args, **kwargs).arguments
+        else:
+            given = dict(zip(self.signature.parameters, args, strict=False)) | dict(kwargs)
         return [
             leaf
             for name in self.mutates
@@ -61,14 +69,19 @@ class BreakSpec:
 
     def define_tail(self, tensor: torch.Tensor, valid: int) -> None:
         """Zero the rows from ``valid`` on: what a varlen kernel leaves there may be NaN."""
+        rows = self.check_rows(tensor, valid)
+        if valid < rows:
+            tensor.narrow(self.row_dim, valid, rows - valid).zero_()
+
+    def check_rows(self, tensor: torch.Tensor, valid: int) -> int:
+        """The rows that ``tensor`` has. Raises ResultMismatchError when ``valid`` of them cannot be live."""
         rows = tensor.shape[self.row_dim]
         if not 0 <= valid <= rows:
             raise ResultMismatchError(
                 f"{self.name}: valid_rows returned {valid}, but dimension {self.row_dim} has {rows} rows; "
                 "return the live rows of the current step"
             )
-        if valid < rows:
-            tensor.narrow(self.row_dim, valid, rows - valid).zero_()
+        return rows
 
 
 def run_plain(spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tree:
@@ -79,7 +92,7 @@ def run_plain(spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwa
         written = spec.mutated(args, kwargs)
         returned = [leaf for _, leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         for tensor in written + [t for t in returned if all(t is not w for w in written)]:
-            if tensor.shape[spec.row_dim] >= valid:
+            if tensor.dim() > spec.row_dim:
                 spec.define_tail(tensor, valid)
     return result
 
@@ -108,6 +121,8 @@ class EagerBreak:
         row_dim: int = 0,
         name: str | None = None,
     ) -> None:
+        if isinstance(fn, staticmethod | classmethod):
+            raise ConfigError(f"put @{type(fn).__name__} above @eager_on_graph, which marks the function itself")
         signature = inspect.signature(fn)
         for parameter in mutates:
             if parameter not in signature.parameters:

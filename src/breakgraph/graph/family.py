@@ -48,7 +48,7 @@ class PlanFamily:
         self._parked: list[Segment] = []
         self._last_plan: Plan | None = None
         self._last_stream: Any = None
-        self._is_replaying = False
+        self._busy: str | None = None
         self._is_closed = False
 
     @property
@@ -70,9 +70,7 @@ class PlanFamily:
         Args:
             nbytes: What the largest plan needs: :attr:`pool_bytes` of a family that captured it alone.
         """
-        if self._is_closed:
-            raise ClosedError("the plan family was closed; make a new one")
-        with self._lock, self.device.on_stream(self._stream):
+        with self._exclusive("a reservation"), self.device.on_stream(self._stream):
             self._pool.reserve(nbytes)
 
     def window(self) -> AbstractContextManager[None]:
@@ -104,20 +102,18 @@ class PlanFamily:
             CaptureError: nothing was captured, and pool, random generators, streams and collector are as before. An
                 exception of ``fn``'s own arrives unchanged, with the same effect.
         """
-        if self._is_closed:
-            raise ClosedError("the plan family was closed; make a new one")
         if outputs not in ("borrow", "copy") or warmup < 1:
             raise ConfigError(f'expected outputs "borrow" or "copy" and warmup >= 1, got {outputs!r} and {warmup}')
         if active.builder is not None:
             raise CaptureError("this thread is already capturing; capture one plan after the other")
-        self.device.check_usable()
-        if self._pool.broken is not None:
-            raise CaptureUnavailableError(
-                f"this family can capture nothing more: CUDA invalidated an earlier capture ({self._pool.broken}) and "
-                "its pool was lost; the plans it holds still replay, capture others in a new family"
-            )
         started = time.perf_counter()
-        with self._lock, capture_window(), self.device.on_stream(self._stream), _autocast_uncached():
+        with (
+            self._exclusive("a capture"),
+            capture_window(),
+            self.device.on_stream(self._stream),
+            _autocast_uncached(),
+        ):
+            self._check_usable()
             self._begin_replay()
             with _restored(self.device, state) as restore:
                 mode = ExecMode.current(self.device.torch_device.type)
@@ -134,8 +130,16 @@ class PlanFamily:
             plan = Plan(
                 self, label, builder.steps, pins, places, mode, outputs, growth, time.perf_counter() - started
             )
-        self._plans.append(plan)
+            self._plans.append(plan)
         return plan
+
+    def _check_usable(self) -> None:
+        self.device.check_usable()
+        if self._pool.broken is not None:
+            raise CaptureUnavailableError(
+                f"this family can capture nothing more: CUDA invalidated an earlier capture ({self._pool.broken}) and "
+                "its pool was lost; the plans it holds still replay, capture others in a new family"
+            )
 
     def _build(self, fn: Callable[[], Tree], breaks: bool, places: Tree) -> CaptureBuilder:
         self.device.synchronize()
@@ -173,18 +177,26 @@ class PlanFamily:
     @contextmanager
     def replaying(self, plan: Plan) -> Iterator[None]:
         """One replay at a time, ordered after the last one; the plan's outputs are valid if it succeeds."""
+        if active.builder is not None and active.builder.is_recording:
+            raise CaptureError(f"{plan.label or 'a plan'} is replayed inside a captured function; call it in a break")
+        with self._exclusive("a replay"):
+            self._begin_replay()
+            yield
+            self._last_plan = plan
+
+    @contextmanager
+    def _exclusive(self, what: str) -> Iterator[None]:
+        """One replay, capture or close at a time; other threads wait, a break of this family is refused."""
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the plan family was closed; make a new one")
-            if self._is_replaying:
-                raise ReplayError("a break replays a plan of its own family, which would overwrite the pool under it")
-            self._is_replaying = True
+            if self._busy is not None:
+                raise ReplayError(f"{what} was asked for inside {self._busy} of its own family, whose pool is in use")
+            self._busy = what
             try:
-                self._begin_replay()
                 yield
-                self._last_plan = plan
             finally:
-                self._is_replaying = False
+                self._busy = None
 
     def is_last(self, plan: Plan) -> bool:
         """Whether the shared output buffer holds this plan's outputs."""
@@ -198,14 +210,14 @@ class PlanFamily:
 
     def poison(self) -> int:
         """Fill the pool's free blocks with 0xFF bytes; a replay must not notice. Returns the bytes filled."""
-        with self._lock:
+        with self._exclusive("poisoning"):
             return self._pool.poison()
 
     def close(self) -> None:
         """Destroy all plans, then the pool. Safe to call twice."""
-        with self._lock:
-            if self._is_closed:
-                return
+        if self._is_closed:
+            return
+        with self._exclusive("closing"):
             self.device.synchronize()
             for plan in list(self._plans):
                 plan.close()

@@ -10,17 +10,19 @@ from dataclasses import dataclass
 import torch
 
 _open_windows = 0
+_was_enabled = True
 
 
 @contextmanager
 def capture_window() -> Iterator[None]:
     """Collect garbage once, then keep the collector off: a graph destroyed by it would invalidate an open capture.
 
-    Re-entrant: only the outermost window collects, so that capturing many buckets costs one collection.
+    Re-entrant: the first window to open collects, so that capturing many buckets costs one collection; the last one to
+    close puts the collector back.
     """
-    global _open_windows
-    was_enabled = gc.isenabled()
+    global _open_windows, _was_enabled
     if _open_windows == 0:
+        _was_enabled = gc.isenabled()
         gc.collect()
     gc.disable()
     _open_windows += 1
@@ -28,7 +30,7 @@ def capture_window() -> Iterator[None]:
         yield
     finally:
         _open_windows -= 1
-        if was_enabled:
+        if _open_windows == 0 and _was_enabled:
             gc.enable()
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from breakgraph.errors import CaptureError
 from breakgraph.graph.boundary import overlaps_itself
-from breakgraph.graph.tree import Tree, describe, tree_leaves, tree_map
+from breakgraph.graph.tree import Tree, describe, tree_leaves, tree_map, tree_structure
 
 _ALIGNMENT = 512
 
@@ -76,15 +75,20 @@ def copy_into(places: Tree, outputs: Tree) -> None:
     Raises:
         CaptureError: the captured run returned other shapes than the warm-up did.
     """
-    for (path, place), (_, output) in zip(_leaves(places), _leaves(outputs), strict=True):
-        if isinstance(place, torch.Tensor):
-            if not isinstance(output, torch.Tensor) or output.shape != place.shape or output.dtype != place.dtype:
-                raise CaptureError(
-                    f"{path} was {describe(place)} in the warm-up and is {describe(output)} in the capture; a captured "
-                    "function must do the same at every call"
-                )
+    if tree_structure(places) != tree_structure(outputs):
+        raise _changed("the output's structure", type(places).__name__, type(outputs).__name__)
+    for (path, place), (_, output) in zip(tree_leaves(places, "output"), tree_leaves(outputs), strict=True):
+        if not isinstance(place, torch.Tensor):
+            if type(output) is not type(place) or not (output is place or output == place):
+                raise _changed(path, describe(place), describe(output))
+        elif not isinstance(output, torch.Tensor) or output.shape != place.shape or output.dtype != place.dtype:
+            raise _changed(path, describe(place), describe(output))
+        else:
             place.copy_(output.detach())
 
 
-def _leaves(outputs: Tree) -> Sequence[tuple[str, Any]]:
-    return tree_leaves(outputs, "output")
+def _changed(what: str, before: str, now: str) -> CaptureError:
+    return CaptureError(
+        f"{what} was {before} in the warm-up and is {now} in the capture; a captured function must do the same at "
+        "every call"
+    )

@@ -172,11 +172,14 @@ class Plan:
         with ``"copy"`` they are the caller's own.
 
         Raises:
+            ClosedError: the plan was closed.
             StaleOutputError: borrowed outputs, and another plan has replayed since, or this one failed or never did.
         """
-        if self._policy == "copy" and self.num_replays:
+        if self._is_closed:
+            raise ClosedError(f"{self.label or 'plan'} was closed; capture it again")
+        if self._policy == "copy" and self._copied is not None:
             return self._copied
-        if self._is_closed or not self._family.is_last(self):
+        if not self._family.is_last(self):
             raise StaleOutputError(
                 f"the outputs of {self.label or 'this plan'} are not there: it has not replayed, its last replay "
                 'failed, or another plan has overwritten them; read them before the next replay or use outputs="copy"'

@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from breakgraph.errors import UncapturableOpError
+from breakgraph.graph.effects import tensors_in
 
 _OWN_FOLDER = str(Path(__file__).parent)
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
@@ -95,6 +96,8 @@ class HostReadGuard(TorchFunctionMode):
         if name in self._READS and args and isinstance(args[0], torch.Tensor) and self._is_device(args[0]):
             refuse(f"Tensor.{name}()", "copies a device tensor to the host and waits for it")
         if name in self._UPLOADS and not (args and isinstance(args[0], torch.Tensor)):
+            if any(self._is_device(t) for t in tensors_in(args)):
+                refuse(f"torch.{name}() of device tensors", "reads their values on the host and waits for the device")
             target = kwargs.get("device")
             on_device = target is not None and (self._tag_host is not None or torch.device(target).type != "cpu")
             if on_device:

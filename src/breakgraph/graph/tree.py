@@ -42,8 +42,7 @@ def _children(node: Tree) -> list[tuple[str, Tree]] | None:
 
 def _rebuild(node: Tree, children: list[Tree]) -> Tree:
     if isinstance(node, tuple):
-        make = getattr(type(node), "_make", None)
-        return make(children) if make is not None else tuple(children)
+        return getattr(type(node), "_make", type(node))(children)
     if isinstance(node, list):
         return children
     if isinstance(node, dict):
