@@ -63,6 +63,8 @@ class CaptureBuilder:
 
     def build(self, fn: Callable[[], Tree], places: Tree) -> None:
         """Capture ``fn``; its outputs end in ``places``. On an error everything is dropped and the error passed on."""
+        import torch._dynamo  # dispatch modes import it when first used: now, rather than inside a segment
+
         try:
             with self._session:
                 self._session.begin()
