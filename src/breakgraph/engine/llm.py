@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -39,8 +40,8 @@ class LLM:
         CaptureError: a bucket could not be captured. Like a Ctrl-C, it leaves nothing behind.
     """
 
-    def __init__(self, model: str, *, use_tqdm: bool = True, **options: Any) -> None:
-        self.engine = load_engine(EngineConfig(model=model, **options))
+    def __init__(self, model: str | Path, *, use_tqdm: bool = True, **options: Any) -> None:
+        self.engine = load_engine(EngineConfig(model=str(model), **options))
         try:
             with _CaptureBars(use_tqdm) as bars:
                 self.engine.capture(bars.start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,8 +64,7 @@ class CaptureBuilder:
 
     def build(self, fn: Callable[[], Tree], places: Tree) -> None:
         """Capture ``fn``; its outputs end in ``places``. On an error everything is dropped and the error passed on."""
-        import torch._dynamo  # dispatch modes import it when first used: now, rather than inside a segment
-
+        importlib.import_module("torch._dynamo")  # dispatch modes import it when first used: not inside a segment
         try:
             with self._session:
                 self._session.begin()

@@ -60,7 +60,7 @@ def long_folder(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize(
     ("bar", "options"),
     [
-        ("capture prefill", ["--max-num-batched-tokens", "2048"]),
+        ("capture prefill", ["--max-num-batched-tokens", "256"]),
         ("generate", ["--max-num-batched-tokens", "8", "--prefill-buckets", "8", "--decode-buckets", "1"]),
     ],
 )

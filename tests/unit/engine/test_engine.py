@@ -15,6 +15,7 @@ from breakgraph.engine import llm as llm_module
 from breakgraph.engine.engine import Engine
 from breakgraph.engine.request import Request
 from breakgraph.engine.sampler import Sampler
+from breakgraph.engine.scheduler import ScheduledRow, ScheduledStep
 from breakgraph.errors import BreakgraphError, ClosedError
 from breakgraph.graph import PlanFamily
 from unit.engine.small import SMALL, Reference
@@ -125,6 +126,17 @@ def test_blocks_of_a_finished_request_serve_the_next_with_no_trace_of_it(idle: L
     first = [[9] * 60] * 8
     idle.generate(first, GREEDY, use_tqdm=False)
     assert idle.generate([[9] * 5], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == reference([9] * 5, 8)
+
+
+def test_a_row_is_sampled_from_its_own_logits_whichever_rows_are(idle: LLM) -> None:
+    unfinished, finished, decoding = (idle.engine.make_request(prompt, GREEDY) for prompt in PROMPTS)
+    rows = (ScheduledRow(unfinished, 2), ScheduledRow(finished, 30), ScheduledRow(decoding, 2))
+    logits = torch.zeros(3, 96)
+    for row, token in enumerate((11, 22, 33)):
+        logits[row, token] = 1.0
+    logits = logits.to(idle.config.device)
+    assert idle.engine._sample(ScheduledStep(rows, is_decode=False), logits) == [None, 22, 33]
+    assert idle.engine._sample(ScheduledStep(rows[:1], is_decode=False), logits[:1]) == [None]
 
 
 def test_logits_that_are_not_finite_stop_the_step(idle: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,7 +244,7 @@ def test_a_bar_counts_prompts_on_a_terminal(
 
 class TestClose:
     def test_closed_means_closed(self, llama_folder: Path, device: torch.device) -> None:
-        with LLM(str(llama_folder), device=str(device), **SMALL) as llm:
+        with LLM(llama_folder, device=str(device), **SMALL) as llm:
             pass
         llm.close()
         calls: Sequence[Callable[[], object]] = (

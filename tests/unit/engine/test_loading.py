@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from breakgraph.engine import loading
 from breakgraph.engine.config import EngineConfig
@@ -62,6 +64,25 @@ def test_an_engine_that_has_not_captured_runs_eagerly_and_says_so(llama_folder: 
     runners = engine.stats()["runners"]
     assert runners["prefill"]["num_eager_steps_by_reason"] == {"not_captured": 1}
     assert runners["decode"]["num_eager_steps_by_reason"] == {"not_captured": 2}
+    engine.close()
+
+
+def test_the_step_that_is_measured_needs_the_reserved_block_only(
+    llama_folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+
+    def measure(device: torch.device, utilization: float, run_largest_step: Callable[[], None]) -> int:
+        with FlopCounterMode(display=False) as counter:
+            run_largest_step()
+        measured.append(counter.get_total_flops())
+        return 1 << 30
+
+    monkeypatch.setattr(loading, "available_kv_bytes", measure)
+    engine = load_engine(config_for(llama_folder, device))
+    # 16 tokens of prefill and 8 of decode, each through at least the two 64 x 96 matrices of a layer's way up and back
+    assert measured[0] > (16 + 8) * 2 * (2 * 64 * 96) * 2
+    assert engine.stats()["num_kv_blocks"] == 65
     engine.close()
 
 
