@@ -22,7 +22,7 @@ types:
 	$(BIN)/mypy
 
 unit:
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --timeout 300
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --timeout 600
 	@echo "tests/gpu is not part of this run: on a machine with a CUDA device, run '$(BIN)/pytest tests/gpu' too"
 
 dist: $(VENV)/.installed-dev

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from breakgraph.backends import Backend, make_backend
-from breakgraph.errors import ConfigError, StaleOutputError
+from breakgraph.errors import ClosedError, ConfigError, StaleOutputError
 from breakgraph.graph import OutputPolicy, PlanFamily, PlanReport, ShapeKey
 from breakgraph.graph.tree import Tree, tree_leaves
 
@@ -25,6 +25,7 @@ class CapturedGraph:
         self._family = family
         self._backend = backend
         self._outputs: Tree = None
+        self._is_closed = False
 
     def replay(self) -> Tree:
         """Run on what the static inputs hold now.
@@ -33,8 +34,10 @@ class CapturedGraph:
             The outputs, in the structure that the callable returns. See :attr:`outputs` for how long they are valid.
 
         Raises:
+            ClosedError: the graph was closed.
             ReplayError: a break broke its contract; the outputs are void, the graph stays usable.
         """
+        self._check_open()
         self._outputs = None
         self._outputs = self._backend.replay(_KEY)
         return self._outputs
@@ -46,6 +49,7 @@ class CapturedGraph:
         Raises:
             StaleOutputError: there was no replay, or the last one failed.
         """
+        self._check_open()
         if self._outputs is None:
             raise StaleOutputError("there are no outputs: nothing was replayed yet, or the last replay failed")
         return self._outputs
@@ -57,13 +61,19 @@ class CapturedGraph:
 
     def explain(self) -> PlanReport:
         """Segments, breaks, and what they hold; prints as text."""
+        self._check_open()
         return self._backend.explain()[_KEY]
 
     def close(self) -> None:
         """Destroy the graphs and give their memory back. Safe to call twice."""
+        self._is_closed = True
         self._outputs = None
         self._backend.close()
         self._family.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the captured graph was closed; capture it again")
 
     def __enter__(self) -> CapturedGraph:
         return self
@@ -114,5 +124,8 @@ def _one_device(fn: Callable[..., Tree], static_inputs: Sequence[Any]) -> torch.
     devices = {t.device for t in tensors}
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices))) or "no tensor"
-        raise ConfigError(f"expected static inputs on one device, got {found}; move them, or pass the input tensors")
+        raise ConfigError(
+            f"expected static inputs on one device, got {found}; move them, or pass the input tensors (wrap other "
+            "signatures in a lambda)"
+        )
     return devices.pop()

@@ -171,10 +171,8 @@ def test_memory_goes_back_when_a_family_closes() -> None:
             torch.cuda.empty_cache()
             return torch.cuda.memory_reserved()
 
-        first = round_trip()  # libraries keep a workspace for each new capture stream
-        assert round_trip() - first <= 64 << 20
-        later = [round_trip() for _ in range(3)]
-    assert max(later) - first <= 3 * (64 << 20)
+        first = round_trip()  # libraries keep a workspace for the capture stream
+        assert [round_trip() - first for _ in range(3)] == [0, 0, 0]
 
 
 def test_a_failed_capture_gives_its_memory_back() -> None:

@@ -65,14 +65,16 @@ class FlashAttention(AttentionBackend):
     def plan(self, step: AttentionStep) -> FlashMetadata:
         num_reqs = len(step.q_lens)
         assert num_reqs, f"attention 'flash' needs the host lengths of a {step.phase!r} step"
-        assert step.cu_seqlens_q_gpu is not None, "attention 'flash' needs cu_seqlens_q_gpu"
         seq_lens = step.seq_lens_gpu[:num_reqs]
+        cu_seqlens_q = step.cu_seqlens_q_gpu
+        if cu_seqlens_q is None:  # a decode step: one new token a request
+            cu_seqlens_q = torch.arange(num_reqs + 1, dtype=torch.int32, device=seq_lens.device)
         cu_seqlens_k = torch.zeros(num_reqs + 1, dtype=torch.int32, device=seq_lens.device)
         torch.cumsum(seq_lens, 0, dtype=torch.int32, out=cu_seqlens_k[1:])
         return FlashMetadata(
             step=step,
             backend=self,
-            cu_seqlens_q=step.cu_seqlens_q_gpu[: num_reqs + 1],
+            cu_seqlens_q=cu_seqlens_q[: num_reqs + 1],
             cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max(step.q_lens),
             max_seqlen_k=max(step.seq_lens),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from breakgraph.backends.base import PlanBackend, Tree
-from breakgraph.graph import eager_on_graph
+from breakgraph.graph import EagerBreak
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,8 +36,4 @@ class DebugEagerBackend(BreakableBackend):
         state: Sequence[Tensor] = (),
         outputs: OutputPolicy = "borrow",
     ) -> None:
-        @eager_on_graph
-        def whole_forward() -> Tree:
-            return forward()
-
-        super().capture(key, whole_forward, state, outputs)
+        super().capture(key, EagerBreak(forward, name="the whole forward"), state, outputs)

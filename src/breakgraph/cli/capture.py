@@ -50,7 +50,7 @@ def print_captured(llm: LLM) -> None:
     emulated = " (emulated: works, and claims no speed)" if stats["emulated"] else ""
     console.print(f"{stats['model']}, {stats['dtype']}, {stats['device']}{emulated}", highlight=False)
     table = Table("phase", "backend", box=None, pad_edge=False)
-    for name in ("bucket", "segments", "breaks", "nodes", "pool +MiB", "capture s"):
+    for name in ("bucket", "segments", "breaks", "nodes", "capture s"):
         table.add_column(name, justify="right")
     for key, report in llm.explain().items():
         num_nodes = sum(step.num_nodes for step in report.steps)
@@ -59,7 +59,6 @@ def print_captured(llm: LLM) -> None:
             key.phase,
             stats["runners"][key.phase]["backend"],
             *map(str, counts),
-            f"{report.pool_growth_bytes / MIB:.2f}",
             f"{report.capture_sec:.3f}",
         )
     console.print(table)

@@ -21,9 +21,11 @@ logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+_BACKENDS = "breakable, full, eager or debug_eager"
 
-_MAX_MODEL_LEN = {"cuda": 8192, "cpu": 2048}
-_MAX_NUM_BATCHED_TOKENS = {"cuda": 2048, "cpu": 256}
+# On a CPU every bucket is captured and replayed by emulation: what is small there starts in seconds.
+_MAX_MODEL_LEN = {"cuda": 8192, "cpu": 1024}
+_MAX_NUM_BATCHED_TOKENS = {"cuda": 2048, "cpu": 128}
 _MAX_NUM_SEQS = {"cuda": 64, "cpu": 8}
 
 
@@ -35,7 +37,9 @@ class EngineConfig:
     """
 
     model: str = field(metadata={"help": "model folder, preset name, or smollm2"})
-    dtype: str = field(default="auto", metadata={"help": f"auto (the model's own) or one of {', '.join(DTYPES)}"})
+    dtype: str = field(
+        default="auto", metadata={"help": f"auto (the model's own, float32 on a CPU) or one of {', '.join(DTYPES)}"}
+    )
     load_format: str = field(default="auto", metadata={"help": "auto, or dummy for random weights and no tokenizer"})
     max_model_len: int | None = field(default=None, metadata={"help": "longest prompt and answer together, in tokens"})
     max_num_batched_tokens: int | None = field(
@@ -50,9 +54,9 @@ class EngineConfig:
         default=None, metadata={"help": "KV blocks, instead of as many as fit; one of them is reserved for padding"}
     )
     gpu_memory_utilization: float = field(default=0.9, metadata={"help": "share of the GPU's memory that may be used"})
-    prefill_backend: str = field(default="breakable", metadata={"help": "how steps with a prompt in them run"})
-    decode_backend: str = field(default="full", metadata={"help": "how steps without a prompt in them run"})
-    attention: str = field(default="auto", metadata={"help": "attention implementation"})
+    prefill_backend: str = field(default="breakable", metadata={"help": f"how steps with a prompt in them run: {_BACKENDS}"})
+    decode_backend: str = field(default="full", metadata={"help": f"how steps without a prompt in them run: {_BACKENDS}"})
+    attention: str = field(default="auto", metadata={"help": "auto, sdpa or flash"})
     device: str = field(default="auto", metadata={"help": "auto, cuda, cuda:N, or cpu (emulated, not fast)"})
     seed: int = field(default=0, metadata={"help": "for dummy weights and for requests without a seed"})
     prefill_buckets: Sequence[int] | None = field(default=None, metadata={"help": "captured sizes, in tokens"})
@@ -190,10 +194,11 @@ def _choose_device(config: EngineConfig, hardware: Hardware) -> _Choice:
 
 
 def _choose_dtype(limits: ModelLimits, device_type: str) -> _Choice:
+    if device_type == "cpu":
+        return _Choice("dtype", "float32", f"most CPUs are slow in half precision (the model's own is {limits.dtype})")
     if limits.dtype in DTYPES:
         return _Choice("dtype", limits.dtype, "the model's own")
-    fallback = "float32" if device_type == "cpu" else "bfloat16"
-    return _Choice("dtype", fallback, f"the model's configuration says {limits.dtype}")
+    return _Choice("dtype", "bfloat16", f"the model's configuration says {limits.dtype}")
 
 
 def _choose_max_model_len(limits: ModelLimits, device_type: str) -> _Choice:

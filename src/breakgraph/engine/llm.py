@@ -15,7 +15,7 @@ from breakgraph.engine.loading import load_engine
 from breakgraph.engine.outputs import RequestOutput
 from breakgraph.engine.prompts import Prompt, TokenPrompt, as_prompt_list, tokenize
 from breakgraph.engine.sampling import SamplingParams
-from breakgraph.errors import ConfigError
+from breakgraph.errors import ConfigError, UnknownNameError
 from breakgraph.runners import Runner
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class LLM:
 
     Args:
         model: a folder, a preset name, or "smollm2".
-        use_tqdm: show a bar on stderr while capturing, when stderr is a terminal.
+        use_tqdm: show bars on stderr while loading and capturing, when stderr is a terminal.
         options: see EngineConfig.
 
     Raises:
@@ -41,7 +41,13 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, *, use_tqdm: bool = True, **options: Any) -> None:
-        self.engine = load_engine(EngineConfig(model=str(model), **options))
+        from breakgraph.models import loading_bars  # takes seconds: not when this module is imported
+
+        for name in options:
+            if name not in EngineConfig.__dataclass_fields__:
+                raise UnknownNameError("LLM option", name, [f for f in EngineConfig.__dataclass_fields__ if f != "model"])
+        with loading_bars(use_tqdm):
+            self.engine = load_engine(EngineConfig(model=str(model), **options))
         try:
             with _CaptureBars(use_tqdm) as bars:
                 self.engine.capture(bars.start)

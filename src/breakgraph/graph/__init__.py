@@ -1,13 +1,14 @@
 """The capture library: CUDA-graph segments with eager breaks between them. See README.md in this folder."""
 
 from breakgraph.graph.device import get_device
-from breakgraph.graph.eager_break import break_graph, eager_on_graph, mark_eager
+from breakgraph.graph.eager_break import EagerBreak, break_graph, eager_on_graph, mark_eager
 from breakgraph.graph.family import PlanFamily
 from breakgraph.graph.plan import OutputPolicy, Plan
 from breakgraph.graph.report import PlanReport, StepReport
 from breakgraph.graph.shape_key import ShapeKey
 
 __all__ = [
+    "EagerBreak",
     "OutputPolicy",
     "Plan",
     "PlanFamily",

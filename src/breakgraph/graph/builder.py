@@ -168,8 +168,8 @@ class CaptureBuilder:
             return view_of(tensor, self._pool)
         if self._device.is_transient_host(tensor):
             raise BreakArgumentError(
-                f"argument {path} of break {spec.name} is a host tensor ({describe(tensor)}) made during the capture: "
-                "replays would read its capture-time values; make it on the device, or read it inside the break"
+                f"argument {path} of break {spec.name} is a host tensor ({describe(tensor)}) in ordinary memory: "
+                "replays would read its capture-time values; make it on the device, pin it, or read it inside the break"
             )
         self.pins[storage._cdata] = storage
         return tensor.detach()

@@ -128,8 +128,11 @@ class CpuDevice(Device):
     def new_pool(self) -> CpuPool:
         return CpuPool()
 
-    def new_stream(self) -> None:
+    def take_stream(self) -> None:
         return None
+
+    def give_stream(self, stream: Any) -> None:
+        """There are no streams here."""
 
     def on_stream(self, stream: Any) -> AbstractContextManager[None]:
         return nullcontext()

@@ -145,12 +145,16 @@ class CudaDevice(Device):
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
         self._broken: str | None = None
+        self._idle_streams: list[torch.cuda.Stream] = []
 
     def new_pool(self) -> CudaPool:
         return CudaPool(self.torch_device)
 
-    def new_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.torch_device)
+    def take_stream(self) -> torch.cuda.Stream:
+        return self._idle_streams.pop() if self._idle_streams else torch.cuda.Stream(self.torch_device)
+
+    def give_stream(self, stream: Any) -> None:
+        self._idle_streams.append(stream)
 
     @contextmanager
     def on_stream(self, stream: Any) -> Iterator[None]:
@@ -213,7 +217,7 @@ class CudaDevice(Device):
     def after_failure(self) -> None:
         try:
             probe, value = torch.cuda.CUDAGraph(), torch.zeros(1, device=self.torch_device)
-            with self.on_stream(self.new_stream()):
+            with self.on_stream(torch.cuda.Stream(self.torch_device)):
                 probe.capture_begin(capture_error_mode="thread_local")
                 value.add_(1)
                 probe.capture_end()

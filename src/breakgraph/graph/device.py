@@ -31,6 +31,11 @@ class Pool(ABC):
     """
 
     broken: str | None = None
+    _views: dict[tuple[int, int], torch.UntypedStorage]
+
+    def is_view(self, storage: torch.UntypedStorage) -> bool:
+        """Whether :meth:`view_storage` made ``storage``: it shows pool bytes and keeps none of them alive."""
+        return any(view._cdata == storage._cdata for view in self._views.values())
 
     @abstractmethod
     def refresh(self) -> None:
@@ -123,8 +128,13 @@ class Device(ABC):
         """An empty pool."""
 
     @abstractmethod
-    def new_stream(self) -> Any:
-        """A stream to capture on; None where the device has no streams."""
+    def take_stream(self) -> Any:
+        """A stream that nobody else captures on; None where the device has no streams."""
+
+    @abstractmethod
+    def give_stream(self, stream: Any) -> None:
+        """Take a stream back, once every graph captured on it is gone. Libraries keep a workspace for each stream, so
+        the next family gets this one."""
 
     @abstractmethod
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:

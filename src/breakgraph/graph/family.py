@@ -41,7 +41,7 @@ class PlanFamily:
     def __init__(self, device: torch.device | str) -> None:
         self.device: Device = get_device(device)
         self._pool = self.device.new_pool()
-        self._stream = self.device.new_stream()
+        self._stream = self.device.take_stream()
         self._outputs = OutputBuffer(self.device.torch_device)
         self._lock = threading.RLock()
         self._plans: list[Plan] = []
@@ -102,8 +102,10 @@ class PlanFamily:
             CaptureError: nothing was captured, and pool, random generators, streams and collector are as before. An
                 exception of ``fn``'s own arrives unchanged, with the same effect.
         """
-        if outputs not in ("borrow", "copy") or warmup < 1:
-            raise ConfigError(f'expected outputs "borrow" or "copy" and warmup >= 1, got {outputs!r} and {warmup}')
+        if outputs not in ("borrow", "copy"):
+            raise ConfigError(f'expected outputs="borrow" or "copy", got {outputs!r}')
+        if warmup < 1:
+            raise ConfigError(f"expected warmup >= 1, got {warmup}; the first run sets libraries up outside the pool")
         if active.builder is not None:
             raise CaptureError("this thread is already capturing; capture one plan after the other")
         started = time.perf_counter()
@@ -163,7 +165,7 @@ class PlanFamily:
             gc.collect()
         left = builder.new_blocks
         if left:
-            holders = find_holders(left) or [f"{len(left)} blocks whose holder Python cannot see"]
+            holders = find_holders(self._pool, left) or [f"{len(left)} blocks whose holder Python cannot see"]
             raise PoolLeakError(
                 f"{sum(b.nbytes for b in left)} bytes of the pool are still in use after the capture, and every replay "
                 f"will overwrite them: {'; '.join(holders)}. Create such state before the capture (a warm-up call does)"
@@ -228,6 +230,7 @@ class PlanFamily:
             self._last_plan = None
             self._outputs.close()
             self._pool.close()
+            self.device.give_stream(self._stream)
 
     def __enter__(self) -> PlanFamily:
         return self

@@ -9,22 +9,26 @@ from collections.abc import Sequence
 
 import torch
 
-from breakgraph.graph.device import Block
+from breakgraph.graph.device import Block, Pool
 from breakgraph.graph.tree import describe
 
 
-def find_holders(blocks: Sequence[Block]) -> list[str]:
-    """One line for each live tensor in ``blocks``: what it is, and what refers to it."""
+def find_holders(pool: Pool, blocks: Sequence[Block]) -> list[str]:
+    """One line for each live tensor in ``blocks`` of ``pool``: what it is, and what refers to it."""
     lines = []
-    for candidate in gc.get_objects():
+    objects = gc.get_objects()
+    for candidate in objects:
         if not issubclass(type(candidate), torch.Tensor):
             continue
         try:
-            address = candidate.untyped_storage().data_ptr()
+            storage = candidate.untyped_storage()
+            address = storage.data_ptr()
         except RuntimeError:  # a wrapper subclass or a meta tensor has no storage address
             continue
-        if any(block.address <= address < block.address + block.nbytes for block in blocks):
-            holders = [name for referrer in gc.get_referrers(candidate) if (name := _name(referrer, candidate))]
+        in_blocks = any(block.address <= address < block.address + block.nbytes for block in blocks)
+        if in_blocks and not pool.is_view(storage):
+            referrers = [referrer for referrer in gc.get_referrers(candidate) if referrer is not objects]
+            holders = [name for referrer in referrers if (name := _name(referrer, candidate))]
             lines.append(f"{describe(candidate)}, held by {' and '.join(sorted(set(holders))) or 'unknown'}")
     return lines
 

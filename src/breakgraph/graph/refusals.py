@@ -77,7 +77,7 @@ class HostReadGuard(TorchFunctionMode):
         enabled: Set while a segment is open; otherwise everything passes.
     """
 
-    _READS = frozenset({"tolist", "numpy", "__array__", "cpu", "__dlpack__"})
+    _READS = frozenset({"tolist", "numpy", "__array__", "cpu", "__dlpack__", "__repr__", "__format__"})
     _UPLOADS = frozenset({"tensor", "as_tensor", "asarray", "scalar_tensor", "from_numpy"})
 
     def __init__(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from breakgraph.models.hf import HFModel
-    from breakgraph.models.loading import load_model
+    from breakgraph.models.loading import load_model, loading_bars
     from breakgraph.models.presets import PRESETS
     from breakgraph.models.source import ModelSource, resolve_model
     from breakgraph.models.support import check_supported
@@ -23,6 +23,7 @@ __all__ = [
     "check_supported",
     "load_model",
     "load_tokenizer",
+    "loading_bars",
     "resolve_model",
 ]
 
@@ -33,6 +34,7 @@ _SOURCES = {
     "check_supported": "support",
     "load_model": "loading",
     "load_tokenizer": "tokenizer",
+    "loading_bars": "loading",
     "resolve_model": "source",
 }
 

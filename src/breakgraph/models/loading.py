@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from breakgraph.errors import WeightsError
 from breakgraph.models.hf import HFModel
@@ -22,6 +26,19 @@ logger = logging.getLogger(__name__)
 _from_pretrained: Any = AutoModelForCausalLM.from_pretrained
 
 _GROUPED_MM_CAPABILITY = (9, 0)
+
+
+@contextmanager
+def loading_bars(show: bool) -> Iterator[None]:
+    """transformers shows its bars while weights load only if asked to, and only on a terminal."""
+    was_shown = transformers_logging.is_progress_bar_enabled()
+    if not (show and sys.stderr.isatty()):
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            transformers_logging.enable_progress_bar()
 
 
 def load_model(

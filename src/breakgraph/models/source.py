@@ -54,6 +54,9 @@ def max_position(config: PreTrainedConfig) -> int:
     """
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is None:
+        from breakgraph.models.support import check_supported
+
+        check_supported(config)  # says more, where something else is missing too
         raise UnsupportedModelError(f"model_type {config.model_type!r} does not say its max_position_embeddings")
     return int(limit)
 

@@ -61,7 +61,7 @@ def decode_spec(
 
 
 class DecodeRunner(Runner):
-    """Attention metadata is the static buffers; no length is known on the host."""
+    """Attention metadata is the static buffers. The host lengths are for attention that runs in a break."""
 
     def _attention_step(self, batch: StepBatch, fields: Mapping[str, Tensor]) -> AttentionStep:
         slot_mapping = fields["slot_mapping"]
@@ -69,8 +69,8 @@ class DecodeRunner(Runner):
             phase=self.spec.phase,
             num_tokens=batch.num_tokens,
             padded_num_tokens=slot_mapping.shape[0],
-            q_lens=(),
-            seq_lens=(),
+            q_lens=(1,) * batch.num_reqs,
+            seq_lens=tuple(batch.seq_lens),
             cu_seqlens_q_gpu=None,
             seq_lens_gpu=fields["seq_lens"],
             block_tables_gpu=fields["block_tables"],

@@ -4,8 +4,9 @@ import logging
 import pytest
 import torch
 
+from breakgraph import LLM
 from breakgraph.engine.config import EngineConfig, Hardware, ModelLimits, resolve
-from breakgraph.errors import ConfigError
+from breakgraph.errors import ConfigError, UnknownNameError
 
 CPU = Hardware(torch.device("cpu"))
 CUDA = Hardware(torch.device("cuda", 0))
@@ -65,12 +66,14 @@ def test_a_step_must_have_room_for_every_running_request() -> None:
         make(max_num_batched_tokens=8, max_num_seqs=9)
 
 
-@pytest.mark.parametrize(("hardware", "sizes"), [(CPU, (256, 8, 2048)), (CUDA, (2048, 64, 8192))])
-def test_resolve_settles_every_open_choice(hardware: Hardware, sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("hardware", "dtype", "sizes"), [(CPU, "float32", (128, 8, 1024)), (CUDA, "bfloat16", (2048, 64, 8192))]
+)
+def test_resolve_settles_every_open_choice(hardware: Hardware, dtype: str, sizes: tuple[int, int, int]) -> None:
     config = make()
     resolved = resolve(config, hardware, LIMITS)
     assert (resolved.max_num_batched_tokens, resolved.max_num_seqs, resolved.max_model_len) == sizes
-    assert (resolved.dtype, resolved.device) == ("bfloat16", str(hardware.device))
+    assert (resolved.dtype, resolved.device) == (dtype, str(hardware.device))
     assert config == make()
 
 
@@ -102,7 +105,7 @@ def test_defaults_give_way_to_the_size_that_was_set(given: dict[str, int], expec
 def test_each_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="breakgraph"):
         resolve(make(), CPU, LIMITS)
-    for line in ("dtype=bfloat16: the model's own", "max_num_seqs=8: ", "max_model_len=2048: the model allows 8192"):
+    for line in ("dtype=float32: most CPUs", "max_num_seqs=8: ", "max_model_len=1024: the model allows 8192"):
         assert line in caplog.text
 
 
@@ -129,3 +132,8 @@ def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError, match="torch sees no CUDA device; use device='cpu'"):
         Hardware.detect("cuda")
     assert Hardware.detect("auto").device.type == "cpu"
+
+
+def test_an_unknown_llm_option_lists_the_known_ones() -> None:
+    with pytest.raises(UnknownNameError, match=r"LLM option 'max_tokens_per_step'.*max_num_batched_tokens"):
+        LLM("smollm2", max_tokens_per_step=3)
