@@ -54,8 +54,8 @@ class EngineConfig:
         default=None, metadata={"help": "KV blocks, instead of as many as fit; one of them is reserved for padding"}
     )
     gpu_memory_utilization: float = field(default=0.9, metadata={"help": "share of the GPU's memory that may be used"})
-    prefill_backend: str = field(default="breakable", metadata={"help": f"how steps with a prompt in them run: {_BACKENDS}"})
-    decode_backend: str = field(default="full", metadata={"help": f"how steps without a prompt in them run: {_BACKENDS}"})
+    prefill_backend: str = field(default="breakable", metadata={"help": f"how steps with a prompt run: {_BACKENDS}"})
+    decode_backend: str = field(default="full", metadata={"help": f"how steps without a prompt run: {_BACKENDS}"})
     attention: str = field(default="auto", metadata={"help": "auto, sdpa or flash"})
     device: str = field(default="auto", metadata={"help": "auto, cuda, cuda:N, or cpu (emulated, not fast)"})
     seed: int = field(default=0, metadata={"help": "for dummy weights and for requests without a seed"})

@@ -43,9 +43,10 @@ class LLM:
     def __init__(self, model: str | Path, *, use_tqdm: bool = True, **options: Any) -> None:
         from breakgraph.models import loading_bars  # takes seconds: not when this module is imported
 
+        known = EngineConfig.__dataclass_fields__.keys() - {"model"}
         for name in options:
-            if name not in EngineConfig.__dataclass_fields__:
-                raise UnknownNameError("LLM option", name, [f for f in EngineConfig.__dataclass_fields__ if f != "model"])
+            if name not in known:
+                raise UnknownNameError("LLM option", name, known)
         with loading_bars(use_tqdm):
             self.engine = load_engine(EngineConfig(model=str(model), **options))
         try:
