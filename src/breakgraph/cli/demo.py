@@ -108,7 +108,7 @@ def comparison_table(captured: DemoRun, eager: DemoRun) -> Table:
     from rich.table import Table
 
     table = Table("phase", "backend", box=None, pad_edge=False, collapse_padding=True)
-    for name in ("segments", "breaks", "buckets", "capture s", "replays", "same tokens"):
+    for name in ("segments", "breaks", "buckets", "capture", "replays", "equal"):
         table.add_column(name, justify="right")
     table.add_column("eager steps")
     for demo_run, as_eager in ((captured, "yes" if captured.token_ids == eager.token_ids else "NO"), (eager, "-")):
@@ -120,7 +120,7 @@ def comparison_table(captured: DemoRun, eager: DemoRun) -> Table:
                 str(runner["num_segments"]),
                 str(runner["num_breaks"]),
                 _buckets(runner["captured_buckets"]),
-                f"{runner['capture_sec']:.1f}",
+                f"{runner['capture_sec']:.1f}s",
                 str(sum(runner["num_replays_by_bucket"].values())),
                 as_eager,
                 "\n".join(f"{count} {reason}" for reason, count in reasons.items()) or "0",

@@ -75,10 +75,10 @@ def test_answers_then_a_row_for_each_backend_and_phase(fake: type[FakeLLM], caps
         assert f"answer {i} [bold]" in out
     rows = [line.split() for line in out.splitlines() if line.startswith(PHASES)]
     assert rows == [
-        ["prefill", "breakable", "31", "30", "1..5", "(5)", "0.5", "7", "yes", "0"],
-        ["decode", "full", "31", "30", "1..5", "(5)", "0.5", "7", "yes", "0"],
-        ["prefill", "eager", "0", "0", "-", "0.5", "0", "-", "7", "backend_eager"],
-        ["decode", "eager", "0", "0", "-", "0.5", "0", "-", "7", "backend_eager"],
+        ["prefill", "breakable", "31", "30", "1..5", "(5)", "0.5s", "7", "yes", "0"],
+        ["decode", "full", "31", "30", "1..5", "(5)", "0.5s", "7", "yes", "0"],
+        ["prefill", "eager", "0", "0", "-", "0.5s", "0", "-", "7", "backend_eager"],
+        ["decode", "eager", "0", "0", "-", "0.5s", "0", "-", "7", "backend_eager"],
     ]
     assert "captured: capture 1.0 s, answers" in out
 
