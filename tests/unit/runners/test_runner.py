@@ -130,12 +130,17 @@ def test_prefill_refuses_a_block_out_of_range() -> None:
         setup.runner.run(dataclasses.replace(batch, block_tables=[[64, 2]]))
 
 
-def test_decode_metadata_is_the_static_buffers_and_has_no_host_lengths() -> None:
+def test_decode_metadata_is_the_static_buffers_with_the_live_lengths_beside() -> None:
     setup = decode_setup().ready()
     setup.runner.run(decode_batch(3))
     setup.runner.run(decode_batch(4))
     first, second = setup.attention.steps
-    assert (first.num_tokens, first.padded_num_tokens, first.q_lens, first.seq_lens) == (3, 4, (), ())
+    assert (first.num_tokens, first.padded_num_tokens, first.q_lens, first.seq_lens) == (
+        3,
+        4,
+        (1, 1, 1),
+        (4, 5, 6),
+    )
     assert first.cu_seqlens_q_gpu is None
     for name in ("seq_lens_gpu", "block_tables_gpu", "slot_mapping_gpu"):
         assert getattr(first, name).data_ptr() == getattr(second, name).data_ptr()
