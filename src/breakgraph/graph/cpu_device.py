@@ -146,9 +146,6 @@ class CpuDevice(Device):
     def current_stream(self) -> None:
         return None
 
-    def is_capturing(self) -> bool:
-        return False
-
     def break_scope(self, pool: Pool, writable: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
         assert isinstance(pool, CpuPool)
         return _BreakWatch(pool, writable)

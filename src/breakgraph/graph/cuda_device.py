@@ -175,9 +175,6 @@ class CudaDevice(Device):
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.torch_device)
 
-    def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
-
     def break_scope(self, pool: Pool, writable: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
         return nullcontext()
 

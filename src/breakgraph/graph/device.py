@@ -152,10 +152,6 @@ class Device(ABC):
         """The stream that work is launched on now; None where the device has no streams."""
 
     @abstractmethod
-    def is_capturing(self) -> bool:
-        """Whether the current stream is being captured, by anybody."""
-
-    @abstractmethod
     def break_scope(self, pool: Pool, writable: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
         """Wraps every run of a break and the storing of its result; ``writable`` are the pool views it may write."""
 
