@@ -6,11 +6,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from breakgraph.attention.kv_buffers import RESERVED_BLOCK
 from breakgraph.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-RESERVED_BLOCK = 0
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
