@@ -124,6 +124,7 @@ class BoundaryBuffer:
         view = self.view
         if not isinstance(value, torch.Tensor) or value.dtype != view.dtype or value.device != view.device:
             raise self._mismatch(value)
+        value = value.detach()
         has_rows = valid is not None and view.dim() > self._spec.row_dim
         if value.shape == view.shape and same_strides(value, view):
             view.copy_(value)
@@ -233,6 +234,9 @@ class ResultStore:
             ResultMismatchError: it differs in structure, shape, strides, dtype, device or constant value.
         """
         spec = self._spec
+        for tensor in mutated:
+            if tensor.requires_grad:  # the break wrote it with history, which the next segment must not carry on
+                tensor.detach_()
         valid = None if spec.valid_rows is None else spec.valid_rows()
         if valid is not None:
             for tensor in mutated:

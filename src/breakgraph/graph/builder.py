@@ -15,6 +15,7 @@ from breakgraph.graph.boundary import ResultStore, view_of
 from breakgraph.graph.device import Block, CaptureSession, Device, Pool, Segment
 from breakgraph.graph.eager_break import BreakSpec, run_plain
 from breakgraph.graph.effects import tensors_in
+from breakgraph.graph.modes import ExecMode
 from breakgraph.graph.outputs import copy_into
 from breakgraph.graph.plan import EagerStep, GraphStep
 from breakgraph.graph.tree import Tree, describe, is_constant, tree_map
@@ -55,6 +56,7 @@ class CaptureBuilder:
         self._device = device
         self._pool = pool
         self._breaks = breaks
+        self._mode = ExecMode.current(device.torch_device.type)
         self._in_break = False
         self._pending: EagerStep | None = None
         self._failure: BaseException | None = None
@@ -106,6 +108,8 @@ class CaptureBuilder:
             self._close_segment()
             originals: list[torch.Tensor] = []
             step = self._bind(spec, fn, args, kwargs, originals)
+            mode = ExecMode.current(self._device.torch_device.type)
+            step.mode = None if mode == self._mode else mode  # the captured code entered it around this call
             self._in_break = True
             try:
                 result = self._run_first(step)
@@ -199,6 +203,12 @@ class CaptureBuilder:
                 f"a tensor made inside break {made[1]} is used after it without being its result: replays would read "
                 "the capture-time one; return it from the break"
             )
+
+    def hand_over(self) -> tuple[list[GraphStep | EagerStep], list[torch.UntypedStorage]]:
+        """The steps and the pins of the whole plan; the builder, which may live on in a cycle, keeps neither."""
+        steps, pins = self.steps, list(self.pins.values())
+        self.steps, self.pins = [], {}
+        return steps, pins
 
     def drop(self) -> list[Segment]:
         """Give up: forgets everything but the closed segments, whose graphs the family destroys when it closes."""

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from breakgraph.errors import UndeclaredWriteError
 from breakgraph.graph.cpu_pool import CpuPool
-from breakgraph.graph.cpu_record import CpuRecorder, TapeEntry, is_host, tag_host
+from breakgraph.graph.cpu_record import Allocation, CpuRecorder, TapeEntry, is_host, tag_host
 from breakgraph.graph.device import CaptureSession, Device, Pool, Segment
 from breakgraph.graph.effects import allocates_only, reads_and_writes
 from breakgraph.graph.refusals import HostReadGuard
@@ -27,19 +27,24 @@ from breakgraph.graph.refusals import HostReadGuard
 class CpuSegment(Segment):
     """A tape and the pool it runs on."""
 
-    def __init__(self, pool: CpuPool, tape: list[TapeEntry], pins: Sequence[torch.UntypedStorage]) -> None:
+    def __init__(
+        self, pool: CpuPool, tape: list[TapeEntry | Allocation], pins: Sequence[torch.UntypedStorage]
+    ) -> None:
         self._pool = pool
         self._tape = tape
         self.pins = pins
-        self.num_ops = self.num_nodes = len(tape)
+        self.num_ops = self.num_nodes = sum(isinstance(entry, TapeEntry) for entry in tape)
 
     def replay(self) -> None:
         for entry in self._tape:
             entry.run(self._pool)
 
-    def close(self) -> None:
+    def retire(self) -> None:
         self._tape = []
         self.pins = []
+
+    def close(self) -> None:
+        self.retire()
 
 
 class CpuCapture(CaptureSession):
@@ -58,6 +63,7 @@ class CpuCapture(CaptureSession):
 
     def __exit__(self, *exc: object) -> None:
         self._scope.close()
+        self._recorder.clear()
 
     def begin(self) -> None:
         self._recorder.start()
@@ -101,7 +107,7 @@ class _BreakWatch(TorchDispatchMode):
             decomposed = func.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:
             return decomposed
-        if func.is_view or allocates_only(func):
+        if func.is_view or allocates_only(func) or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
         reads, writes = reads_and_writes(func, args, kwargs)
         for tensor in reads:

@@ -144,12 +144,12 @@ class CpuPool(Pool):
         return Span(arena, start, start + extent * item, written.as_strided(size, stride, start))
 
     @staticmethod
-    def mark_written(span: Span) -> None:
-        """Note that every byte of ``span`` was written in this replay."""
+    def mark_written(span: Span, written: int = 1) -> None:
+        """Note that every byte of ``span`` was written in this replay (1), or holds nothing of it (0)."""
         if span.rows is not None:
-            span.rows.fill_(1)
+            span.rows.fill_(written)
         else:
-            ctypes.memset(span.arena.written_address + span.start, 1, span.end - span.start)
+            ctypes.memset(span.arena.written_address + span.start, written, span.end - span.start)
 
     @staticmethod
     def is_written(span: Span) -> bool:

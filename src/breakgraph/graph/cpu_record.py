@@ -65,6 +65,18 @@ class TapeEntry:
 
 
 @dataclass(slots=True)
+class Allocation:
+    """Memory that is handed out in the middle of a segment."""
+
+    spans: list[Span]
+
+    def run(self, pool: CpuPool) -> None:
+        """Note that its bytes hold nothing of this replay."""
+        for span in self.spans:
+            pool.mark_written(span, 0)
+
+
+@dataclass(slots=True)
 class _MetaCall:
     """The same call on meta tensors that share storage as the real ones do: gives shapes, strides and aliasing."""
 
@@ -115,7 +127,7 @@ class CpuRecorder(TorchDispatchMode):
     def __init__(self, pool: CpuPool, check_storage: Callable[[torch.UntypedStorage], None]) -> None:
         super().__init__()
         self.pool = pool
-        self.tape: list[TapeEntry] | None = None
+        self.tape: list[TapeEntry | Allocation] | None = None
         self.pins: dict[int, torch.UntypedStorage] = {}
         self._check_storage = check_storage
         self._aliases: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -123,6 +135,11 @@ class CpuRecorder(TorchDispatchMode):
     def start(self) -> None:
         """Open a segment."""
         self.tape, self.pins = [], {}
+
+    def clear(self) -> None:
+        """Let go of every tensor; the recorder may live on in a reference cycle."""
+        self.tape, self.pins = None, {}
+        self._aliases.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -140,13 +157,16 @@ class CpuRecorder(TorchDispatchMode):
             refuse(str(func), "copies between host and device through pageable memory")
         if any(is_host(t) and t.dim() > 0 for t in given):
             refuse(f"{func} on a host tensor and a device tensor", "mixes devices; make the host tensor on the device")
-        if func.is_view:
+        if func.is_view or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
         call = _MetaCall()
         meta_out = call.run(func, args, kwargs)
         results: list[torch.Tensor | None] = []
         out = map_tensors(meta_out, lambda meta: self._result(meta, call, results))
-        if allocates_only(func) or (not any(r is not None for r in results) and not func._schema.is_mutable):
+        if allocates_only(func):
+            self._forget(results)
+            return out
+        if not any(r is not None for r in results) and not func._schema.is_mutable:
             return out
         self._append(func, args, kwargs, results)
         return out
@@ -164,6 +184,14 @@ class CpuRecorder(TorchDispatchMode):
         fresh = self.pool.empty_strided(meta.shape, meta.stride(), meta.dtype, meta.untyped_storage().nbytes())
         results.append(fresh)
         return fresh
+
+    def _forget(self, results: list[torch.Tensor | None]) -> None:
+        """New memory is unwritten, also where an earlier tensor of this replay lay. Not at the head of a segment: there
+        boundaries are allocated, which are filled before it runs."""
+        assert self.tape is not None
+        spans = [s for r in results if r is not None and (s := self.pool.span(r)) is not None]
+        if self.tape and spans:
+            self.tape.append(Allocation(spans))
 
     def _append(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: list[torch.Tensor | None]

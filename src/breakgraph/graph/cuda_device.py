@@ -46,11 +46,14 @@ class CudaSegment(Segment):
             assert self._graph is not None, "the segment was closed"
             self._graph.replay()
 
+    def retire(self) -> None:
+        self.pins = []
+
     def close(self) -> None:
+        self.retire()
         if self._graph is not None:
             self._graph.reset()  # explicitly: a traceback may still refer to the graph, and the pool outlives no graph
         self._graph = None
-        self.pins = []
 
 
 class CudaCapture(CaptureSession):
@@ -74,6 +77,7 @@ class CudaCapture(CaptureSession):
 
     def __exit__(self, *exc: object) -> None:
         self._scope.close()
+        self._recorder.pins = {}  # the recorder may live on in a reference cycle
 
     def main_stream(self) -> AbstractContextManager[Any]:
         current = torch.cuda.current_stream(self._stream.device)

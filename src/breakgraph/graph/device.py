@@ -83,6 +83,10 @@ class Segment(ABC):
         """Launch on the current stream."""
 
     @abstractmethod
+    def retire(self) -> None:
+        """Let go of what the graph reads: it will not be launched again."""
+
+    @abstractmethod
     def close(self) -> None:
         """Destroy the graph."""
 

@@ -128,10 +128,8 @@ class PlanFamily:
                 before = self._pool.reserved_bytes
                 builder = self._build(fn, breaks, places)
             growth = self._pool.reserved_bytes - before
-            pins = list(builder.pins.values())
-            plan = Plan(
-                self, label, builder.steps, pins, places, mode, outputs, growth, time.perf_counter() - started
-            )
+            steps, pins = builder.hand_over()
+            plan = Plan(self, label, steps, pins, places, mode, outputs, growth, time.perf_counter() - started)
             self._plans.append(plan)
         return plan
 
@@ -205,7 +203,9 @@ class PlanFamily:
         return self._last_plan is plan
 
     def park(self, plan: Plan, segments: Sequence[Segment]) -> None:
-        """Take over a closed plan's graphs until the family closes."""
+        """Take over a closed plan's graphs until the family closes; what they read may go."""
+        for segment in segments:
+            segment.retire()
         self._parked += segments
         if plan in self._plans:
             self._plans.remove(plan)

@@ -60,6 +60,7 @@ class EagerStep:
         self.mutated = mutated
         self.writable = list(mutated)
         self.side_streams: list[Any] = []
+        self.mode: ExecMode | None = None
         self.results: ResultStore | None = None
         self._device = device
         self._pool = pool
@@ -72,7 +73,13 @@ class EagerStep:
         return self._device.break_scope(self._pool, self.writable)
 
     def call(self) -> Tree:
-        """Run the function between a fork and a join of its side streams; the result is not stored yet."""
+        """Run the function under its own modes, if it has some; the result is not stored yet."""
+        if self.mode is None:
+            return self._call_joined()
+        with self.mode.apply():
+            return self._call_joined()
+
+    def _call_joined(self) -> Tree:
         if not self.side_streams:
             return self._fn(*self._args, **self._kwargs)
         self._device.fork(self.side_streams)
@@ -156,9 +163,10 @@ class Plan:
         """
         if self._is_closed:
             raise ClosedError(f"{self.label or 'plan'} was closed; capture it again")
-        with self._family.replaying(self), self._mode.apply():
-            for launch in self._launches:
-                launch()
+        with self._family.replaying(self):
+            with self._mode.apply():
+                for launch in self._launches:
+                    launch()
             if self._policy == "copy":
                 self._copied = tree_map(lambda t, _: t.clone() if isinstance(t, torch.Tensor) else t, self._places)
         self.num_replays += 1
