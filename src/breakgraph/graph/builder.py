@@ -47,7 +47,7 @@ class _FirstRun(TorchDispatchMode):
 class CaptureBuilder:
     """The capture of this thread. Marked calls reach it through ``eager_break.active``.
 
-    Borrows: device, pool. Gives away: ``steps``, whole, or nothing after :meth:`abort`.
+    Borrows: device, pool. Gives away: a whole plan's steps and pins, or, when the capture failed, graphs to be parked.
     """
 
     def __init__(self, device: Device, pool: Pool, stream: Any, breaks: bool) -> None:
@@ -213,5 +213,7 @@ class CaptureBuilder:
     def drop(self) -> list[Segment]:
         """Give up: forgets everything but the closed segments, whose graphs the family destroys when it closes."""
         segments = [step.segment for step in self.steps if isinstance(step, GraphStep)]
+        for segment in segments:
+            segment.retire()
         self.steps, self.pins, self._pending = [], {}, None
         return segments

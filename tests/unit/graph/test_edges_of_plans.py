@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -87,3 +89,24 @@ def test_a_break_may_reseat_a_tensor_of_its_own_with_set() -> None:
     x = torch.randn(4)
     with torch.no_grad(), PlanFamily("cpu") as family:
         assert torch.equal(family.capture(lambda: marked(x + 1) * 1).replay(), x + 1)
+
+
+def test_a_failed_capture_lets_go_of_what_its_segments_read() -> None:
+    tables = [torch.zeros(1000)]
+    ref = StorageWeakRef(tables[0].untyped_storage())
+    marked, calls = eager_on_graph(lambda t: t.clone()), iter(range(9))
+
+    def fn() -> torch.Tensor:
+        y = marked(tables[0] + 1)
+        if next(calls):
+            raise ValueError("no")
+        return y
+
+    with torch.no_grad(), PlanFamily("cpu") as family:
+        with pytest.raises(ValueError, match="no") as caught:
+            family.capture(fn)
+        caught.value.__traceback__ = None
+        del caught
+        tables.clear()
+        gc.collect()
+        assert ref.expired()
