@@ -11,6 +11,10 @@ import hypothesis
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Read when triton is first imported: without a GPU its kernels run in the interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # No deadline: tests run beside others on few cores, and none asserts on the clock.
 hypothesis.settings.register_profile("breakgraph", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("breakgraph")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 
@@ -17,8 +18,12 @@ from breakgraph.errors import ConfigError, UnknownNameError
 
 logger = logging.getLogger(__name__)
 
-_IMPLEMENTATIONS: dict[str, type[AttentionBackend]] = {cls.name: cls for cls in (FlashAttention, SdpaAttention)}
-ATTENTION_NAMES = ("auto", *sorted(_IMPLEMENTATIONS))
+_WHERE = {
+    "flash": ("breakgraph.attention.flash", "FlashAttention"),
+    "sdpa": ("breakgraph.attention.sdpa", "SdpaAttention"),
+    "triton": ("breakgraph.attention.triton", "TritonAttention"),
+}
+ATTENTION_NAMES = ("auto", *sorted(_WHERE))
 
 
 def make_attention(
@@ -31,16 +36,17 @@ def make_attention(
 
     Raises:
         UnknownNameError: for a name that is not in ATTENTION_NAMES.
-        ConfigError: when a named implementation cannot serve one of the layers.
+        ConfigError: when a named implementation cannot serve one of the layers, or its package is missing.
     """
     if name not in ATTENTION_NAMES:
         raise UnknownNameError("attention", name, ATTENTION_NAMES)
     layers, device = list(layers), torch.device(device)
     if name != "auto":
-        refused = _first_refusal(_IMPLEMENTATIONS[name], layers, device, dtype)
+        implementation = _implementation(name)
+        refused = _first_refusal(implementation, layers, device, dtype)
         if refused is not None:
             raise ConfigError(f"attention={name!r} cannot serve {refused}; use attention='auto' or 'sdpa'")
-        return _IMPLEMENTATIONS[name](layers)
+        return implementation(layers)
     sdpa = SdpaAttention(layers)
     refused = _first_refusal(FlashAttention, layers, device, dtype)
     if refused is not None:
@@ -48,6 +54,16 @@ def make_attention(
         return sdpa
     logger.info("attention=flash where prompts are: CUDA, %s, no layer refuses it; sdpa for decode", dtype)
     return PhaseAttention(FlashAttention(layers), {DECODE: sdpa})
+
+
+def _implementation(name: str) -> type[AttentionBackend]:
+    module, attribute = _WHERE[name]
+    try:
+        return cast("type[AttentionBackend]", getattr(importlib.import_module(module), attribute))
+    except ImportError as error:
+        raise ConfigError(
+            f"attention={name!r} needs a package that does not import here ({error}); use attention='auto' or 'sdpa'"
+        ) from error
 
 
 def _first_refusal(

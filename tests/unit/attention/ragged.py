@@ -71,12 +71,13 @@ def ragged_batch(
     padding: int = 0,
     phase: str = "prefill",
     max_blocks: int = 16,
+    block_size: int = BLOCK_SIZE,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> RaggedBatch:
     generator = torch.Generator().manual_seed(seed)
-    kv = KVCacheBuffers.allocate([layer], NUM_BLOCKS, BLOCK_SIZE, dtype, device)
+    kv = KVCacheBuffers.allocate([layer], NUM_BLOCKS, block_size, dtype, device)
     # Blocks that nobody fills hold NaN: whoever reads them has lost.
     for buffer in (kv.key[layer.layer_id], kv.value[layer.layer_id]):
         buffer[1:].fill_(torch.nan)
@@ -89,8 +90,8 @@ def ragged_batch(
     for num_new, num_cached in zip(q_lens, cached_lens, strict=True):
         total = num_new + num_cached
         k, v = random(total, layer.num_kv_heads, layer.head_dim), random(total, layer.num_kv_heads, layer.v_head_dim)
-        blocks = [free.pop() for _ in range(-(-total // BLOCK_SIZE))]
-        own = [blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(total)]
+        blocks = [free.pop() for _ in range(-(-total // block_size))]
+        own = [blocks[i // block_size] * block_size + i % block_size for i in range(total)]
         if num_cached:
             kv.write(layer.layer_id, torch.tensor(own[:num_cached], device=device), k[:num_cached], v[:num_cached])
         tables.append(blocks + [0] * (max_blocks - len(blocks)))

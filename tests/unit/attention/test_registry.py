@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -29,14 +30,21 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
 
 
 def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(UnknownNameError, match="'flesh'; known: auto, flash, sdpa"):
+    with pytest.raises(UnknownNameError, match="'flesh'; known: auto, flash, sdpa, triton"):
         make_attention("flesh", "cpu", torch.float32, [PLAIN])
-    assert ATTENTION_NAMES == ("auto", "flash", "sdpa")
+    assert ATTENTION_NAMES == ("auto", "flash", "sdpa", "triton")
 
 
 def test_a_named_one_that_cannot_serve_says_why_and_what_can() -> None:
     with pytest.raises(ConfigError, match=r"'flash' cannot serve layer 0: it runs on CUDA, not on cpu; use .*'sdpa'"):
         make_attention("flash", "cpu", torch.bfloat16, [PLAIN])
+
+
+def test_one_whose_package_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "breakgraph.attention.triton", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ConfigError, match=r"'triton' needs a package that does not import here .*triton.*'sdpa'"):
+        make_attention("triton", "cpu", torch.float32, [PLAIN])
 
 
 def test_auto_on_a_cpu_is_sdpa(logged: Callable[[], str]) -> None:

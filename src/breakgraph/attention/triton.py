@@ -1,0 +1,107 @@
+"""Our own paged attention on CUDA: prompts, mixed batches and decode, straight from the block table.
+
+All lengths are read on the device, so a full graph may hold it in every phase.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import triton
+
+from breakgraph.attention.base import DECODE, AttentionBackend, AttentionMetadata, GraphSupport, LayerAttention
+from breakgraph.attention.kv_buffers import KVCacheBuffers
+from breakgraph.attention.step import AttentionStep
+from breakgraph.attention.triton_ops import paged_attention
+from breakgraph.errors import ConfigError
+
+MAX_HEAD_DIM = 256
+MAX_GROUP = 128
+MIN_CAPABILITY = (8, 0)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class TritonAttention(AttentionBackend):
+    name: ClassVar[str] = "triton"
+
+    def bind(self, kv: KVCacheBuffers) -> None:
+        """Raises ConfigError for a block size that is not a power of two."""
+        if kv.block_size & (kv.block_size - 1):
+            raise ConfigError(
+                f"attention 'triton' expects a block size that is a power of two, got {kv.block_size}; "
+                "change block_size, or use attention='sdpa'"
+            )
+        for layer_id, key in kv.key.items():
+            dense = key.is_contiguous() and kv.value[layer_id].is_contiguous()
+            assert dense, f"the cache of layer {layer_id} is not contiguous"
+        super().bind(kv)
+
+    @classmethod
+    def refusal(cls, layer: LayerAttention, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type != "cuda" and not triton.knobs.runtime.interpret:
+            return f"it runs on CUDA, not on {device.type}"
+        if dtype not in _DTYPES:
+            return f"it computes in float16, bfloat16 or float32, not in {str(dtype).removeprefix('torch.')}"
+        if max(layer.head_dim, layer.v_head_dim) > MAX_HEAD_DIM:
+            return f"its head sizes go up to {MAX_HEAD_DIM}, not {max(layer.head_dim, layer.v_head_dim)}"
+        group, rest = divmod(layer.num_heads, layer.num_kv_heads)
+        if rest or group > MAX_GROUP:
+            return (
+                f"each of its key heads serves the same number of query heads, at most {MAX_GROUP}, "
+                f"not {layer.num_heads} for {layer.num_kv_heads}"
+            )
+        if layer.scale <= 0:
+            return f"its scale is positive, not {layer.scale}"
+        if device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+            if capability < MIN_CAPABILITY:
+                return f"it needs compute capability 8.0, not {capability[0]}.{capability[1]}"
+        return None
+
+    def graph_support(self, phase: str) -> GraphSupport:
+        return "decode" if phase == DECODE else "varlen"
+
+    def plan(self, step: AttentionStep) -> AttentionMetadata:
+        if step.phase == DECODE:
+            assert all(new == 1 for new in step.q_lens), f"a decode step has one new token a request, got {step.q_lens}"
+            rows = step.block_tables_gpu.shape[0]
+            assert rows == step.padded_num_tokens, f"{rows} block table rows for {step.padded_num_tokens} decode rows"
+        else:
+            assert step.cu_seqlens_q_gpu is not None, f"attention 'triton' needs cu_seqlens_q_gpu in {step.phase!r}"
+            reqs = (step.block_tables_gpu.shape[0], step.seq_lens_gpu.shape[0], step.cu_seqlens_q_gpu.shape[0] - 1)
+            assert len(set(reqs)) == 1, f"block_tables, seq_lens and cu_seqlens_q of {reqs} requests"
+        return AttentionMetadata(step, self)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: LayerAttention,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        step, kv = metadata.step, self.kv
+        assert out.stride(-1) == 1, f"the columns of out are {out.stride(-1)} apart"
+        paged_attention(
+            _dense_heads(q),
+            _dense_heads(k),
+            _dense_heads(v),
+            step.slot_mapping_gpu,
+            kv.key[layer.layer_id],
+            kv.value[layer.layer_id],
+            step.block_tables_gpu,
+            step.seq_lens_gpu,
+            None if step.phase == DECODE else step.cu_seqlens_q_gpu,
+            layer.sinks,
+            layer.scale,
+            layer.softcap,
+            layer.window,
+            out,
+        )
+
+
+def _dense_heads(tensor: torch.Tensor) -> torch.Tensor:
+    """Rows and heads may lie anywhere; the kernels take the columns of a head as one piece."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,233 @@
+"""One operator around the Triton kernels: stores the new keys and values, then attends from the block table.
+
+An operator, not plain launches, so that captures see what the kernels read and write. It reads no length on the host,
+its grids and its workspace depend on shapes alone: one captured graph serves any lengths that fit them.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+
+from breakgraph.attention.triton_decode import decode_kernel, merge_splits_kernel
+from breakgraph.attention.triton_kernels import store_kernel, varlen_kernel
+
+MAX_SPLITS = 128
+PROGRAMS_PER_SM = 8
+"""How finely decode is split: programs that a batch of full-length requests should give each multiprocessor."""
+_EMULATED_SMS = 4
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one program cuts its work. `block_m` counts queries times the query heads of one key head."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    min_tiles: int = 1
+    """Decode: the fewest key tiles that are worth a split of their own."""
+    max_registers: int | None = None
+
+
+# By the padded columns of a key and a value together. Large: a program can have 224 KiB of shared memory, as on compute
+# capability 9.0; small: 99 KiB. Float32 has no tensor cores to feed and spills registers: it is there for tests.
+_VARLEN_LARGE = {
+    128: Tile(128, 128, 8, 3), 256: Tile(128, 128, 8, 3), 384: Tile(128, 64, 8, 3), 512: Tile(128, 32, 8, 3),
+}  # fmt: skip
+_VARLEN_SMALL = {
+    128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 3), 384: Tile(64, 32, 4, 2), 512: Tile(64, 16, 4, 2),
+}  # fmt: skip
+_VARLEN_FLOAT32 = {
+    128: Tile(32, 16, 4, 2), 256: Tile(32, 16, 4, 2), 384: Tile(16, 16, 4, 2), 512: Tile(16, 16, 4, 2),
+}  # fmt: skip
+_DECODE_LARGE = {
+    128: Tile(16, 128, 4, 3, 2), 256: Tile(16, 64, 4, 3, 4), 384: Tile(16, 32, 4, 3, 8), 512: Tile(16, 32, 4, 3, 8),
+}  # fmt: skip
+_DECODE_SMALL = {
+    128: Tile(16, 64, 4, 3, 4), 256: Tile(16, 32, 4, 3, 8), 384: Tile(16, 32, 4, 2, 8), 512: Tile(16, 16, 4, 2, 16),
+}  # fmt: skip
+_DECODE_FLOAT32 = {
+    128: Tile(16, 16, 4, 2, 16), 256: Tile(16, 16, 4, 2, 16), 384: Tile(16, 16, 4, 2, 16), 512: Tile(16, 16, 4, 2, 16),
+}  # fmt: skip
+_LARGE_SHARED_BYTES = 224 * 1024
+
+
+def padded(size: int) -> int:
+    """The power of two that a tile spends on `size` columns; 16 is the least that tensor cores multiply."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+@lru_cache
+def varlen_tile(columns: int, group: int, dtype: torch.dtype, large: bool) -> Tile:
+    """For any number of queries a request. `columns` are those of a padded key and value together."""
+    return _choose((_VARLEN_FLOAT32, _VARLEN_LARGE, _VARLEN_SMALL), columns, group, dtype, large)
+
+
+@lru_cache
+def decode_tile(columns: int, group: int, dtype: torch.dtype, large: bool) -> Tile:
+    """For one query a request. `columns` are those of a padded key and value together."""
+    return _choose((_DECODE_FLOAT32, _DECODE_LARGE, _DECODE_SMALL), columns, group, dtype, large)
+
+
+def _choose(tables: tuple[dict[int, Tile], ...], columns: int, group: int, dtype: torch.dtype, large: bool) -> Tile:
+    table = tables[0 if dtype == torch.float32 else 1 if large else 2]
+    tile = table[next(size for size in table if columns <= size)]
+    return replace(tile, block_m=max(tile.block_m, padded(group)))
+
+
+def num_splits(rows: int, num_kv_heads: int, num_keys: int, num_sms: int, tile: Tile) -> int:
+    """Into how many parts a decode bucket cuts its longest request of `num_keys`; shorter ones may fill fewer."""
+    wanted = triton.cdiv(PROGRAMS_PER_SM * num_sms, rows * num_kv_heads)
+    return max(1, min(wanted, triton.cdiv(num_keys, tile.block_n * tile.min_tiles), MAX_SPLITS))
+
+
+@lru_cache
+def _device_facts(device: torch.device) -> tuple[int, bool]:
+    """Multiprocessors, and whether one program can have the shared memory of the large tiles."""
+    if device.type != "cuda":
+        return _EMULATED_SMS, True
+    properties = torch.cuda.get_device_properties(device)
+    shared_bytes = getattr(properties, "shared_memory_per_block_optin", 0)  # ROCm does not tell
+    return properties.multi_processor_count, shared_bytes >= _LARGE_SHARED_BYTES
+
+
+def store(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor | None,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+) -> None:
+    num_kv_heads, head_dim, v_head_dim = key_cache.shape[2], key_cache.shape[3], value_cache.shape[3]
+    store_kernel[(k.shape[0],)](
+        key_cache, value_cache, k, v, slots, slots if starts is None else starts,
+        0 if starts is None else starts.shape[0] - 1,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
+        BLOCK_H=triton.next_power_of_2(num_kv_heads), BLOCK_D=padded(head_dim), BLOCK_DV=padded(v_head_dim),
+        STARTS=starts is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def varlen(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    out: torch.Tensor,
+) -> None:
+    num_kv_heads, head_dim, v_head_dim = key_cache.shape[2], key_cache.shape[3], value_cache.shape[3]
+    group = q.shape[1] // num_kv_heads
+    _, large = _device_facts(q.device)
+    tile = varlen_tile(padded(head_dim) + padded(v_head_dim), group, q.dtype, large)
+    num_reqs = starts.shape[0] - 1
+    num_tiles = q.shape[0] // (tile.block_m // group) + num_reqs + 1
+    varlen_kernel[(num_kv_heads * num_tiles,)](
+        out, q, key_cache, value_cache, tables, seq_lens, starts, q if sinks is None else sinks,
+        num_reqs, q.shape[0], tables.stride(0), window or 0, scale, softcap or 0.0,
+        q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
+        BLOCK_SIZE=key_cache.shape[1], BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        BLOCK_D=padded(head_dim), BLOCK_DV=padded(v_head_dim),
+        WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
+    )  # fmt: skip
+
+
+def decode(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    out: torch.Tensor,
+) -> None:
+    rows, num_heads, _ = q.shape
+    block_size, num_kv_heads, head_dim, v_head_dim = *key_cache.shape[1:], value_cache.shape[3]
+    num_sms, large = _device_facts(q.device)
+    tile = decode_tile(padded(head_dim) + padded(v_head_dim), num_heads // num_kv_heads, q.dtype, large)
+    num_keys = tables.shape[1] * block_size
+    if window is not None:
+        num_keys = min(num_keys, window + tile.block_n - 1)
+    splits = num_splits(rows, num_kv_heads, num_keys, num_sms, tile)
+    partial = q.new_empty((rows, num_heads, splits, v_head_dim) if splits > 1 else 0, dtype=torch.float32)
+    peaks = q.new_empty((rows, num_heads, splits) if splits > 1 else 0, dtype=torch.float32)
+    decode_kernel[(num_kv_heads, splits, rows)](
+        out, partial, peaks, q, key_cache, value_cache, tables, seq_lens, q if sinks is None else sinks,
+        splits, tables.stride(0), window or 0, scale, softcap or 0.0,
+        q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
+        BLOCK_SIZE=block_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        BLOCK_D=padded(head_dim), BLOCK_DV=padded(v_head_dim), MIN_TILES=tile.min_tiles,
+        WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
+    )  # fmt: skip
+    if splits > 1:
+        merge_splits_kernel[(num_heads, rows)](
+            out, partial, peaks, seq_lens, splits, window or 0, out.stride(0), out.stride(1),
+            NUM_HEADS=num_heads, V_HEAD_DIM=v_head_dim, BLOCK_N=tile.block_n, BLOCK_DV=padded(v_head_dim),
+            MIN_TILES=tile.min_tiles, WINDOW=window is not None, num_warps=4,
+        )  # fmt: skip
+
+
+def _paged_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    out: torch.Tensor,
+) -> None:
+    if not q.shape[0]:
+        return
+    # Triton launches on the current device, whatever its arguments.
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+        store(k, v, slots, cu_seqlens_q, key_cache, value_cache)
+        if cu_seqlens_q is None:
+            decode(q, key_cache, value_cache, block_tables, seq_lens, sinks, scale, softcap, window, out)
+        else:
+            varlen(q, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, sinks, scale, softcap, window, out)
+
+
+_LIBRARY = torch.library.Library("breakgraph", "FRAGMENT")
+_LIBRARY.define(
+    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor slots, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+    "Tensor block_tables, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? sinks, float scale, float? softcap, "
+    "int? window, Tensor(c!) out) -> ()"
+)
+for _key in ("CUDA", "CPU"):
+    _LIBRARY.impl("paged_attention", _paged_attention, _key)
+_LIBRARY.impl("paged_attention", lambda *args: None, "Meta")
+
+paged_attention: Any = torch.ops.breakgraph.paged_attention.default
+"""Stores k and v [T, Hk, D(v)] at `slots` [T], then fills every row of `out` [T, H, Dv].
+
+Without `cu_seqlens_q` each row is the last token of one request. With it, [R + 1], rows behind the last request are
+zero and store nothing. A request of length 0 gives zeros.
+"""
