@@ -24,6 +24,10 @@ class AttentionStep:
 
     Tokens are packed request by request; rows from `num_tokens` on are padding. In the decode phase each row is one
     request's only new token, the device tensors have `padded_num_tokens` rows, and the host lengths may be empty.
+
+    With `fixed_slots` the device tensors lie at fixed addresses and have R request slots, whatever the number of live
+    requests: a graph may hold the step. The slots behind the live ones are sentinels: `seq_lens_gpu` 0, `cu_seqlens_q`
+    parked at `num_tokens`, block tables all 0.
     """
 
     phase: str
@@ -43,6 +47,10 @@ class AttentionStep:
     """[R, max_blocks] int32; unused entries are 0, the reserved block."""
     slot_mapping_gpu: torch.Tensor
     """[padded_num_tokens] int64, block * block_size + offset; padding rows are 0."""
+    num_tokens_gpu: torch.Tensor | None = None
+    """[1] int32: `num_tokens` for what runs inside a graph, such as expert routing."""
+    fixed_slots: bool = False
+    """Whether the device tensors have a fixed number of request slots, unused ones being sentinels."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_tokens <= self.padded_num_tokens, (
