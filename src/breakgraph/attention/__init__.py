@@ -7,7 +7,7 @@ from breakgraph.attention.attend import attend
 from breakgraph.attention.base import AttentionBackend, AttentionMetadata, GraphSupport, LayerAttention
 from breakgraph.attention.kv_buffers import KVCacheBuffers
 from breakgraph.attention.registry import ATTENTION_NAMES, make_attention
-from breakgraph.attention.step import AttentionStep, current_step, use_step
+from breakgraph.attention.step import AttentionStep, current_step, live_token_count, use_step
 
 __all__ = [
     "ATTENTION_NAMES",
@@ -19,6 +19,7 @@ __all__ = [
     "LayerAttention",
     "attend",
     "current_step",
+    "live_token_count",
     "make_attention",
     "use_step",
 ]

@@ -1,8 +1,9 @@
 """Reference attention in plain torch: any device, every feature, float32 inside.
 
-Two forms. The ragged one walks over the requests by their host lengths and runs in breaks or eager steps. The decode
-one takes one query per row, reads all lengths on the device and has shapes that depend on the bucket alone, so one
-graph serves any batch; it pays for the block table's full width, whatever the lengths.
+Three forms. The ragged one walks over the requests by their host lengths and runs in breaks or eager steps. The other
+two read all lengths on the device and have shapes that depend on the bucket alone, so one graph serves any batch; they
+pay for the block table's full width, whatever the lengths. The decode one takes one query per row; the slotted one
+takes every row for every request slot, and keeps of it what belongs to the slot.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ class SdpaAttention(AttentionBackend):
         return None
 
     def graph_support(self, phase: str) -> GraphSupport:
-        return "decode" if phase == DECODE else "none"
+        return "decode" if phase == DECODE else "varlen"
 
     def plan(self, step: AttentionStep) -> AttentionMetadata:
         if step.phase == DECODE:
             assert all(new == 1 for new in step.q_lens), f"a decode step has one new token a request, got {step.q_lens}"
             rows = step.block_tables_gpu.shape[0]
             assert rows == step.padded_num_tokens, f"{rows} block table rows for {step.padded_num_tokens} decode rows"
+        elif step.fixed_slots:
+            assert step.cu_seqlens_q_gpu is not None, f"request slots of a {step.phase!r} step without cu_seqlens_q_gpu"
         else:
             assert step.q_lens or not step.num_tokens, f"phase {step.phase!r} needs the host lengths of its requests"
         return AttentionMetadata(step, self)
@@ -50,9 +53,10 @@ class SdpaAttention(AttentionBackend):
         out: torch.Tensor,
     ) -> None:
         step = metadata.step
-        if step.phase == DECODE:
+        if step.phase == DECODE or step.fixed_slots:
             self.kv.write(layer.layer_id, step.slot_mapping_gpu, k, v)
-            decode_attention(q, layer, step, self.kv, out)
+            attention = decode_attention if step.phase == DECODE else slot_attention
+            attention(q, layer, step, self.kv, out)
             return
         live = step.num_tokens
         self.kv.write(layer.layer_id, step.slot_mapping_gpu[:live], k[:live], v[:live])
@@ -110,6 +114,34 @@ def decode_attention(
         values = values.masked_fill(~seen[:, None, :, None], 0.0)
         queries = q[rows].unflatten(1, (layer.num_kv_heads, -1))[:, :, :, None]  # [r, Hk, G, 1, D]
         out[rows] = masked_attention(queries, keys, values, seen[:, None, None, None], layer)[:, 0]
+
+
+def slot_attention(
+    q: torch.Tensor, layer: LayerAttention, step: AttentionStep, kv: KVCacheBuffers, out: torch.Tensor
+) -> None:
+    """Fills all rows of `out` slot by slot; rows of no slot become zero. Reads nothing on the host."""
+    starts = step.cu_seqlens_q_gpu
+    assert starts is not None
+    num_tokens, width = q.shape[0], step.block_tables_gpu.shape[1] * kv.block_size
+    rows = torch.arange(num_tokens, device=q.device)
+    key_pos = torch.arange(width, device=q.device)
+    chunk = max(1, MAX_SCORES // (layer.num_heads * width))
+    out.zero_()
+    for slot in range(step.block_tables_gpu.shape[0]):
+        start, end, seq_len = starts[slot : slot + 1], starts[slot + 1 : slot + 2], step.seq_lens_gpu[slot : slot + 1]
+        mine = (rows >= start) & (rows < end)  # [T]
+        query_pos = (seq_len - end + rows)[:, None]  # the last row of the slot is its request's last token
+        visible = mine[:, None] & (key_pos <= query_pos)  # [T, width]
+        if layer.window is not None:
+            visible &= key_pos > query_pos - layer.window
+        keys, values = kv.read_blocks(layer.layer_id, step.block_tables_gpu[slot])
+        keys, values = _as_float32(keys.movedim(0, 1))[None], _as_float32(values.movedim(0, 1))  # [Hk, width, D]
+        # What lies beyond the request is another's, or nobody's: even NaN there must not reach a row.
+        values = values.masked_fill((key_pos >= seq_len)[:, None], 0.0)[None]
+        for row in range(0, num_tokens, chunk):
+            some = slice(row, row + chunk)
+            attended = masked_attention(_group_heads(q[some], layer)[None], keys, values, visible[some], layer)[0]
+            out[some] = torch.where(mine[some, None, None], attended.to(out.dtype), out[some])
 
 
 def _decode_blocks(layer: LayerAttention, step: AttentionStep, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:

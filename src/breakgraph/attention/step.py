@@ -48,7 +48,7 @@ class AttentionStep:
     slot_mapping_gpu: torch.Tensor
     """[padded_num_tokens] int64, block * block_size + offset; padding rows are 0."""
     num_tokens_gpu: torch.Tensor | None = None
-    """[1] int32: `num_tokens` for what runs inside a graph, such as expert routing."""
+    """[1] int32: `num_tokens` for what runs inside a graph, such as expert routing; None where nothing is padded."""
     fixed_slots: bool = False
     """Whether the device tensors have a fixed number of request slots, unused ones being sentinels."""
 
@@ -86,3 +86,16 @@ def current_step() -> AttentionMetadata:
     if metadata is None:
         raise RuntimeError("attention was called outside a step; call the model inside `with use_step(metadata):`")
     return metadata
+
+
+def live_token_count(num_rows: int) -> torch.Tensor | None:
+    """How many of the step's `num_rows` token rows are live, [1] int32 on the device; None where none is padding.
+
+    For what is recorded into a graph and should not spend time on padding. Also None outside `use_step`.
+    """
+    metadata = _current.get()
+    if metadata is None or metadata.step.num_tokens_gpu is None:
+        return None
+    expected = metadata.step.padded_num_tokens
+    assert num_rows == expected, f"{num_rows} rows in a step of {expected}: which of them are live is not known"
+    return metadata.step.num_tokens_gpu

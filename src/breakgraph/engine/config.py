@@ -56,6 +56,10 @@ class EngineConfig:
     gpu_memory_utilization: float = field(default=0.9, metadata={"help": "share of the GPU's memory that may be used"})
     prefill_backend: str = field(default="breakable", metadata={"help": f"how steps with a prompt run: {_BACKENDS}"})
     decode_backend: str = field(default="full", metadata={"help": f"how steps without a prompt run: {_BACKENDS}"})
+    prefill_request_slots: int | None = field(
+        default=None,
+        metadata={"help": "requests that fit in a full prefill graph, instead of max_num_seqs; more run eagerly"},
+    )
     attention: str = field(default="auto", metadata={"help": "auto, sdpa or flash"})
     device: str = field(default="auto", metadata={"help": "auto, cuda, cuda:N, or cpu (emulated, not fast)"})
     seed: int = field(default=0, metadata={"help": "for dummy weights and for requests without a seed"})
@@ -109,7 +113,13 @@ class StepSizes:
     max_num_seqs: int
 
 
-_OPTIONAL_COUNTS = {"max_model_len": 2, "max_num_batched_tokens": 1, "max_num_seqs": 1, "num_gpu_blocks_override": 2}
+_OPTIONAL_COUNTS = {
+    "max_model_len": 2,
+    "max_num_batched_tokens": 1,
+    "max_num_seqs": 1,
+    "num_gpu_blocks_override": 2,
+    "prefill_request_slots": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -173,6 +183,11 @@ def resolve(config: EngineConfig, hardware: Hardware, limits: ModelLimits) -> En
     if tokens is None:
         tokens = max(_MAX_NUM_BATCHED_TOKENS[device_type], seqs)
         choices.append(_Choice("max_num_batched_tokens", tokens, f"the default on {device_type}"))
+    if config.prefill_request_slots is not None and config.prefill_request_slots > seqs:
+        raise ConfigError(
+            f"prefill_request_slots={config.prefill_request_slots} is more than max_num_seqs={seqs}, and a step has no "
+            "more requests than that; lower the first or raise the second"
+        )
     for choice in choices:
         logger.info("%s=%s: %s", choice.name, choice.value, choice.reason)
     return dataclasses.replace(config, **{choice.name: choice.value for choice in choices})  # type: ignore[arg-type]

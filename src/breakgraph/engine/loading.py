@@ -19,8 +19,9 @@ from breakgraph.engine.engine import Engine, ModelFacts
 from breakgraph.engine.kv_cache import BlockAllocator, KVDemand, choose_num_blocks
 from breakgraph.engine.sampler import Sampler
 from breakgraph.engine.scheduler import Scheduler
+from breakgraph.errors import ConfigError
 from breakgraph.graph import PlanFamily
-from breakgraph.runners import DecodeRunner, PrefillRunner, decode_spec, prefill_spec
+from breakgraph.runners import DecodeRunner, PrefillRunner, SlottedPrefillRunner, decode_spec, prefill_spec
 from breakgraph.runners.base import Forward, Runner
 
 if TYPE_CHECKING:
@@ -36,8 +37,7 @@ def load_engine(config: EngineConfig) -> Engine:
     """
     from breakgraph.models import load_model, load_tokenizer, resolve_model
 
-    for name in (config.prefill_backend, config.decode_backend):
-        backend_class(name)  # an unknown name is said before the weights are read
+    _check_backends(config)
     source = resolve_model(config.model, load_format=config.load_format, cache_dir=config.cache_dir)
     dtype_name = None if source.dtype is None else str(source.dtype).removeprefix("torch.")
     config = resolve(config, Hardware.detect(config.device), ModelLimits(source.max_position, dtype_name))
@@ -66,6 +66,16 @@ def load_engine(config: EngineConfig) -> Engine:
         )
         on_failure.pop_all()
     return engine
+
+
+def _check_backends(config: EngineConfig) -> None:
+    """Before the weights are read."""
+    backend_class(config.decode_backend)
+    if config.prefill_request_slots is not None and not backend_class(config.prefill_backend).records_breaks:
+        raise ConfigError(
+            f"prefill_request_slots={config.prefill_request_slots} is for prefill_backend='full'; with "
+            f"{config.prefill_backend!r} a bucket takes any number of requests, so leave it out"
+        )
 
 
 def _allocate_kv(
@@ -98,6 +108,7 @@ def _make_runners(
     config: EngineConfig, model: HFModel, attention: AttentionBackend, family: PlanFamily, num_blocks: int
 ) -> tuple[Runner, ...]:
     sizes = config.sizes
+    in_graph = backend_class(config.prefill_backend).records_breaks
     prefill = prefill_spec(
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         max_num_seqs=sizes.max_num_seqs,
@@ -105,6 +116,7 @@ def _make_runners(
         num_blocks=num_blocks,
         block_size=config.block_size,
         buckets=config.prefill_buckets,
+        request_slots=(config.prefill_request_slots or sizes.max_num_seqs) if in_graph else None,
     )
     decode = decode_spec(
         max_num_seqs=sizes.max_num_seqs,
@@ -115,8 +127,9 @@ def _make_runners(
     )
     forward = _forward_of(model)
     device = torch.device(config.device)
+    prefill_runner = SlottedPrefillRunner if in_graph else PrefillRunner
     return (
-        PrefillRunner(prefill, make_backend(config.prefill_backend, family), forward, attention, device),
+        prefill_runner(prefill, make_backend(config.prefill_backend, family), forward, attention, device),
         DecodeRunner(decode, make_backend(config.decode_backend, family), forward, attention, device),
     )
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from breakgraph.errors import WeightsError
+from breakgraph.models.experts import LIVE_GROUPED_MM
 from breakgraph.models.hf import HFModel
 from breakgraph.models.hook import ATTENTION_NAME
 from breakgraph.models.source import ModelSource, resolve_model
@@ -82,12 +83,12 @@ def _choose_experts(source: ModelSource, device: torch.device, dtype: torch.dtyp
         and torch.cuda.get_device_capability(device) >= _GROUPED_MM_CAPABILITY
     )
     reason = (
-        "bfloat16 on compute capability 9.0"
+        "bfloat16 on compute capability 9.0; padding rows reach no expert"
         if grouped
         else f"grouped_mm would wait for the device in {dtype} on {device.type}; batched_mm copies "
         "the weights of each token's experts, so keep steps small"
     )
-    chosen = "grouped_mm" if grouped else "batched_mm"
+    chosen = LIVE_GROUPED_MM if grouped else "batched_mm"
     logger.info("experts=%s: %s", chosen, reason)
     return chosen
 

@@ -7,7 +7,7 @@ from breakgraph.runners.base import Forward, Progress, Runner
 from breakgraph.runners.batch import Ints, StepBatch
 from breakgraph.runners.decode import DecodeRunner, decode_spec
 from breakgraph.runners.ladder import bucket_for, check_ladder, default_ladder
-from breakgraph.runners.prefill import PrefillRunner, prefill_spec
+from breakgraph.runners.prefill import PrefillRunner, SlottedPrefillRunner, prefill_spec
 from breakgraph.runners.spec import FieldSpec, Pad, PhaseSpec
 from breakgraph.runners.stats import RunnerStats
 
@@ -23,6 +23,7 @@ __all__ = [
     "Progress",
     "Runner",
     "RunnerStats",
+    "SlottedPrefillRunner",
     "StepBatch",
     "admit",
     "bucket_for",

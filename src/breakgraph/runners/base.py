@@ -60,8 +60,13 @@ class Runner(ABC):
         self._closed = False
 
     @abstractmethod
-    def _attention_step(self, batch: StepBatch, fields: Mapping[str, Tensor]) -> AttentionStep:
-        """This step's attention metadata; ``fields`` are padded for a replay, unpadded for an eager step."""
+    def _attention_step(self, batch: StepBatch, fields: Mapping[str, Tensor], in_bucket: bool) -> AttentionStep:
+        """This step's attention metadata.
+
+        Args:
+            fields: By name, on the device.
+            in_bucket: Whether they are the static buffers, padded to a bucket; otherwise fresh and unpadded.
+        """
 
     def allocate(self) -> None:
         """Create the static buffers, once: plans hold their addresses.
@@ -70,15 +75,24 @@ class Runner(ABC):
             ConfigError: the backend puts attention inside the graph, and this attention cannot be there.
         """
         self._check_open()
+        if self.backend.records_breaks:
+            self._check_attention_in_graph()
+        if self._buffers is None:
+            self._buffers = StaticBuffers(self.spec, self.device)
+
+    def _check_attention_in_graph(self) -> None:
+        if not self.spec.attention_support:
+            raise ConfigError(
+                f"{self.spec.phase} with backend {self.backend.name!r} puts attention inside the graph, and the "
+                "metadata of this runner has no fixed place; give the spec request_slots, or use backend 'breakable'"
+            )
         support = self.attention.graph_support(self.spec.phase)
-        if self.backend.records_breaks and support not in self.spec.attention_support:
+        if support not in self.spec.attention_support:
             raise ConfigError(
                 f"{self.spec.phase} with backend {self.backend.name!r} needs an attention with graph support "
                 f"{' or '.join(sorted(self.spec.attention_support))}, attention {self.attention.name!r} has "
-                f"{support!r} there; use backend 'breakable'"
+                f"{support!r} there; use backend 'breakable' or another attention"
             )
-        if self._buffers is None:
-            self._buffers = StaticBuffers(self.spec, self.device)
 
     def warm_up(self) -> None:
         """Run the largest step the scheduler can send, once and eagerly.
@@ -156,7 +170,7 @@ class Runner(ABC):
         buffers = self._allocated()
         self.spec.check(batch)
         fields = buffers.load(batch, self._bucket(batch))
-        with torch.no_grad(), use_step(self._plan_attention(batch, fields)):
+        with torch.no_grad(), use_step(self._plan_attention(batch, fields, in_bucket=True)):
             return self.forward(fields)[: batch.num_reqs].clone()
 
     def explain(self) -> dict[ShapeKey, PlanReport]:
@@ -172,7 +186,7 @@ class Runner(ABC):
     def _capture_bucket(self, buffers: StaticBuffers, backend: Backend, size: int) -> None:
         batch = self.spec.dummy_batch(size)
         fields = buffers.load(batch, size)
-        with torch.no_grad(), use_step(self._plan_attention(batch, fields)):
+        with torch.no_grad(), use_step(self._plan_attention(batch, fields, in_bucket=True)):
             backend.capture(self.spec.key(size), lambda: self.forward(fields))
 
     def _discard(self, key: ShapeKey) -> None:
@@ -184,7 +198,7 @@ class Runner(ABC):
 
     def _replay(self, batch: StepBatch, size: int) -> Tensor:
         fields = self._allocated().load(batch, size)
-        with torch.no_grad(), use_step(self._plan_attention(batch, fields)):
+        with torch.no_grad(), use_step(self._plan_attention(batch, fields, in_bucket=True)):
             logits: Tensor = self.backend.replay(self.spec.key(size))
         self.stats.replays[size] += 1
         self.stats.num_padded_tokens += self.spec.num_rows("tokens", size) - batch.num_tokens
@@ -192,11 +206,11 @@ class Runner(ABC):
 
     def _run_eager(self, batch: StepBatch) -> Tensor:
         fields = live_fields(self.spec, batch, self.device)
-        with torch.no_grad(), use_step(self._plan_attention(batch, fields)):
+        with torch.no_grad(), use_step(self._plan_attention(batch, fields, in_bucket=False)):
             return self.forward(fields)
 
-    def _plan_attention(self, batch: StepBatch, fields: Mapping[str, Tensor]) -> AttentionMetadata:
-        return self.attention.plan(self._attention_step(batch, fields))
+    def _plan_attention(self, batch: StepBatch, fields: Mapping[str, Tensor], in_bucket: bool) -> AttentionMetadata:
+        return self.attention.plan(self._attention_step(batch, fields, in_bucket))
 
     def _bucket(self, batch: StepBatch) -> int:
         bucket = self.spec.bucket_for(batch.num_tokens, batch.num_reqs)

@@ -42,6 +42,16 @@ class StepBatch:
     def num_reqs(self) -> int:
         return len(self.q_lens)
 
+    @property
+    def num_live_tokens(self) -> Ints:
+        """[1] num_tokens, for what reads it on the device."""
+        return (self.num_tokens,)
+
+    @property
+    def cu_seqlens_q(self) -> Ints:
+        """[num_reqs + 1] running sum of q_lens from 0."""
+        return np.cumsum((0, *self.q_lens))
+
     def check(self) -> None:
         """Raises ConfigError where lengths disagree; says which field, and what it should be."""
         if self.num_reqs == 0:

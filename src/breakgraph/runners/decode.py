@@ -51,6 +51,7 @@ def decode_spec(
                 limit=num_blocks,
             ),
             FieldSpec(name="logits_rows", dtype=torch.int64, axis="requests", pad=Pad.REPEAT_LAST),
+            FieldSpec(name="num_live_tokens", dtype=torch.int32, axis="step", pad=0),
         ),
         tokens_per_req=1,
         attention_support=frozenset({"decode", "varlen"}),
@@ -63,7 +64,7 @@ def decode_spec(
 class DecodeRunner(Runner):
     """Attention metadata is the static buffers. The host lengths are for attention that runs in a break."""
 
-    def _attention_step(self, batch: StepBatch, fields: Mapping[str, Tensor]) -> AttentionStep:
+    def _attention_step(self, batch: StepBatch, fields: Mapping[str, Tensor], in_bucket: bool) -> AttentionStep:
         slot_mapping = fields["slot_mapping"]
         return AttentionStep(
             phase=self.spec.phase,
@@ -75,4 +76,6 @@ class DecodeRunner(Runner):
             seq_lens_gpu=fields["seq_lens"],
             block_tables_gpu=fields["block_tables"],
             slot_mapping_gpu=slot_mapping,
+            num_tokens_gpu=fields["num_live_tokens"] if in_bucket else None,
+            fixed_slots=in_bucket,
         )

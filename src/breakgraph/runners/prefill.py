@@ -9,6 +9,7 @@ from torch import Tensor
 
 from breakgraph.attention import AttentionStep
 from breakgraph.attention.kv_buffers import RESERVED_BLOCK
+from breakgraph.errors import ConfigError
 from breakgraph.runners.base import Runner
 from breakgraph.runners.batch import StepBatch
 from breakgraph.runners.buffers import stage_ints, stage_rows
@@ -24,49 +25,69 @@ def prefill_spec(
     num_blocks: int,
     block_size: int,
     buckets: Sequence[int] | None = None,
+    request_slots: int | None = None,
 ) -> PhaseSpec:
     """Token buckets through ``max_num_batched_tokens``, or the explicit ``buckets``.
 
+    Args:
+        request_slots: For a :class:`SlottedPrefillRunner`: rows of request metadata in every bucket.
+
     Raises:
-        ConfigError: ``buckets`` is not an ascending list of positive integers.
+        ConfigError: ``buckets`` is not an ascending list of positive integers, or ``request_slots`` not positive.
     """
+    if request_slots is not None and request_slots < 1:
+        raise ConfigError(f"request_slots: expected 1 or more, got {request_slots}")
     top = max_num_batched_tokens
+    max_blocks_per_seq = -(-max_model_len // block_size)
+    fields = (
+        FieldSpec(name="input_ids", dtype=torch.int64, axis="tokens", pad=0),
+        FieldSpec(name="positions", dtype=torch.int64, axis="tokens", pad=0),
+        FieldSpec(name="slot_mapping", dtype=torch.int64, axis="tokens", pad=RESERVED_SLOT),
+        FieldSpec(name="logits_rows", dtype=torch.int64, axis="requests", pad=Pad.REPEAT_LAST),
+        FieldSpec(name="num_live_tokens", dtype=torch.int32, axis="step", pad=0),
+    )
     return PhaseSpec(
         phase="prefill",
         size_axis="tokens",
         ladder=default_ladder(top) if buckets is None else check_ladder(buckets, top, "prefill_buckets"),
         max_size=top,
         max_num_seqs=max_num_seqs,
-        fields=(
-            FieldSpec(name="input_ids", dtype=torch.int64, axis="tokens", pad=0),
-            FieldSpec(name="positions", dtype=torch.int64, axis="tokens", pad=0),
-            FieldSpec(name="slot_mapping", dtype=torch.int64, axis="tokens", pad=RESERVED_SLOT),
-            FieldSpec(name="logits_rows", dtype=torch.int64, axis="requests", pad=Pad.REPEAT_LAST),
-        ),
+        fields=fields if request_slots is None else fields + _slot_fields(max_blocks_per_seq, num_blocks),
         tokens_per_req=None,
-        attention_support=frozenset({"varlen"}),
+        attention_support=frozenset() if request_slots is None else frozenset({"varlen"}),
         num_blocks=num_blocks,
         block_size=block_size,
-        max_blocks_per_seq=-(-max_model_len // block_size),
+        max_blocks_per_seq=max_blocks_per_seq,
+        request_slots=request_slots,
+    )
+
+
+def _slot_fields(max_blocks_per_seq: int, num_blocks: int) -> tuple[FieldSpec, ...]:
+    """Request metadata. An unused slot is a sentinel: no tokens, no keys, and its start parked after the last token."""
+    return (
+        FieldSpec(name="cu_seqlens_q", dtype=torch.int32, axis="request_bounds", pad=Pad.REPEAT_LAST),
+        FieldSpec(name="seq_lens", dtype=torch.int32, axis="requests", pad=0),
+        _table_field(max_blocks_per_seq, num_blocks),
+    )
+
+
+def _table_field(width: int, num_blocks: int) -> FieldSpec:
+    return FieldSpec(
+        name="block_tables",
+        dtype=torch.int32,
+        axis="requests",
+        pad=RESERVED_BLOCK,
+        tail=(width,),
+        limit=num_blocks,
     )
 
 
 class PrefillRunner(Runner):
     """Attention metadata is new on every step and covers the live requests only: attention is in the breaks."""
 
-    def _attention_step(self, batch: StepBatch, fields: Mapping[str, Tensor]) -> AttentionStep:
+    def _attention_step(self, batch: StepBatch, fields: Mapping[str, Tensor], in_bucket: bool) -> AttentionStep:
         slot_mapping = fields["slot_mapping"]
-        starts = [0]
-        for q_len in batch.q_lens:
-            starts.append(starts[-1] + q_len)
-        table_field = FieldSpec(
-            name="block_tables",
-            dtype=torch.int32,
-            axis="requests",
-            pad=RESERVED_BLOCK,
-            tail=(max(map(len, batch.block_tables)),),
-            limit=self.spec.num_blocks,
-        )
+        table_field = _table_field(max(map(len, batch.block_tables)), self.spec.num_blocks)
         tables = stage_rows(table_field, batch.block_tables, batch.num_reqs, self.device)
         return AttentionStep(
             phase=self.spec.phase,
@@ -74,8 +95,32 @@ class PrefillRunner(Runner):
             padded_num_tokens=slot_mapping.shape[0],
             q_lens=tuple(batch.q_lens),
             seq_lens=tuple(batch.seq_lens),
-            cu_seqlens_q_gpu=stage_ints(starts, torch.int32, self.device),
+            cu_seqlens_q_gpu=stage_ints(batch.cu_seqlens_q, torch.int32, self.device),
             seq_lens_gpu=stage_ints(batch.seq_lens, torch.int32, self.device),
             block_tables_gpu=tables.to(self.device, non_blocking=True),
             slot_mapping_gpu=slot_mapping,
+            num_tokens_gpu=fields["num_live_tokens"] if in_bucket else None,
+        )
+
+
+class SlottedPrefillRunner(Runner):
+    """Attention metadata lies in request slots of the static buffers, so that a full graph can hold the attention.
+
+    A bucket is so many tokens and so many slots. A step of more requests than slots runs eagerly.
+    """
+
+    def _attention_step(self, batch: StepBatch, fields: Mapping[str, Tensor], in_bucket: bool) -> AttentionStep:
+        slot_mapping = fields["slot_mapping"]
+        return AttentionStep(
+            phase=self.spec.phase,
+            num_tokens=batch.num_tokens,
+            padded_num_tokens=slot_mapping.shape[0],
+            q_lens=tuple(batch.q_lens),
+            seq_lens=tuple(batch.seq_lens),
+            cu_seqlens_q_gpu=fields["cu_seqlens_q"],
+            seq_lens_gpu=fields["seq_lens"],
+            block_tables_gpu=fields["block_tables"],
+            slot_mapping_gpu=slot_mapping,
+            num_tokens_gpu=fields["num_live_tokens"] if in_bucket else None,
+            fixed_slots=in_bucket,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -19,9 +18,8 @@ from breakgraph.runners.ladder import bucket_for
 RESERVED_SLOT = 0
 """The KV slot that padded tokens write to, in the reserved block."""
 
-Axis = Literal["tokens", "requests"]
-
-_BATCH_FIELDS = frozenset(field.name for field in dataclasses.fields(StepBatch))
+Axis = Literal["tokens", "requests", "request_bounds", "step"]
+"""One row a token, a request, a boundary between requests (one more than requests), or one row in all."""
 
 
 class Pad(Enum):
@@ -32,7 +30,7 @@ class Pad(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldSpec:
-    """One static input. Its values are the :class:`StepBatch` field of the same name."""
+    """One static input. Its values are the :class:`StepBatch` attribute of the same name."""
 
     name: str
     dtype: torch.dtype
@@ -56,20 +54,21 @@ class PhaseSpec:
     max_size: int
     """The largest step the scheduler can send, along size_axis."""
     max_num_seqs: int
+    """Requests in a step, at most; and room for requests in a bucket, unless request_slots says less."""
     fields: tuple[FieldSpec, ...]
     tokens_per_req: int | None
     """Fixed tokens of each request, or None where they vary. Fixed when size_axis is requests."""
     attention_support: frozenset[str]
-    """Answers of an attention's ``graph_support(phase)`` that allow it inside a graph."""
+    """Answers of an attention's ``graph_support(phase)`` that allow it inside a graph; empty: none is allowed there."""
     num_blocks: int
     block_size: int
     max_blocks_per_seq: int
+    request_slots: int | None = None
+    """Rows of request metadata in a bucket that holds them; None: metadata is new on every step."""
 
     def __post_init__(self) -> None:
         for field in self.fields:
-            assert field.name in _BATCH_FIELDS, (
-                f"{self.phase}: field {field.name!r} is not one of {sorted(_BATCH_FIELDS)}"
-            )
+            assert hasattr(StepBatch, field.name), f"{self.phase}: field {field.name!r} is not one of StepBatch"
         assert self.size_axis == "tokens" or self.tokens_per_req is not None, f"{self.phase}: requests of unknown size"
 
     @property
@@ -83,9 +82,13 @@ class PhaseSpec:
 
     def num_rows(self, axis: Axis, size: int) -> int:
         """Rows along ``axis`` in a bucket of ``size``."""
+        if axis == "step":
+            return 1
         if self.size_axis == "requests":
-            return size * (self.tokens_per_req or 1) if axis == "tokens" else size
-        return size if axis == "tokens" else min(size, self.max_num_seqs)
+            tokens, requests = size * (self.tokens_per_req or 1), size
+        else:
+            tokens, requests = size, min(size, self.request_slots or self.max_num_seqs)
+        return tokens if axis == "tokens" else requests + (axis == "request_bounds")
 
     def bucket_for(self, num_tokens: int, num_reqs: int) -> int | None:
         """The smallest bucket with room for both, or None. A batch has no more requests than tokens."""

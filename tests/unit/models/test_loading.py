@@ -124,7 +124,7 @@ def test_the_choice_of_experts_is_logged(tmp_path: Path, caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     ("capability", "dtype", "for_experts"),
     [
-        ((9, 0), torch.bfloat16, "grouped_mm"),
+        ((9, 0), torch.bfloat16, "breakgraph_grouped_mm"),
         ((9, 0), torch.float16, "batched_mm"),
         ((8, 0), torch.bfloat16, "batched_mm"),
     ],

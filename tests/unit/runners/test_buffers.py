@@ -30,6 +30,24 @@ def test_prefill_padding_by_hand() -> None:
         "positions": [3, 0, 1, 2, 3, 4, 0, 0],
         "slot_mapping": [7, 8, 9, 10, 11, 12, 0, 0],
         "logits_rows": [0, 5, 5, 5],
+        "num_live_tokens": [6],
+    }
+
+
+def test_unused_request_slots_are_sentinels_by_hand() -> None:
+    spec = make_prefill_spec(request_slots=3)
+    buffers = poisoned(spec)
+    buffers.load(make_batch([(9, 2), (8, 3), (1, 1)]), 8)
+    views = buffers.load(make_batch([(3, 1), (0, 5)], first_token=10), 8)
+    assert {name: view.tolist() for name, view in views.items()} == {
+        "input_ids": [10, 11, 12, 13, 14, 15, 0, 0],
+        "positions": [3, 0, 1, 2, 3, 4, 0, 0],
+        "slot_mapping": [7, 8, 9, 10, 11, 12, 0, 0],
+        "logits_rows": [0, 5, 5],
+        "num_live_tokens": [6],
+        "cu_seqlens_q": [0, 1, 6, 6],
+        "seq_lens": [4, 5, 0],
+        "block_tables": [[1] + [0] * 7, [2, 3] + [0] * 6, [0] * 8],
     }
 
 
@@ -42,13 +60,14 @@ def test_decode_padding_by_hand() -> None:
         "seq_lens": [4, 5, 1, 1],
         "block_tables": [[1] + [0] * 7, [2, 3] + [0] * 6, [4] + [0] * 7, [0] * 8],
         "logits_rows": [0, 1, 2, 2],
+        "num_live_tokens": [3],
     }
 
 
 def test_dtypes_are_the_ones_that_kernels_take() -> None:
     views = StaticBuffers(make_decode_spec(), CPU).views(4)
     int32 = {name for name, view in views.items() if view.dtype == torch.int32}
-    assert int32 == {"seq_lens", "block_tables"}
+    assert int32 == {"seq_lens", "block_tables", "num_live_tokens"}
     assert {view.dtype for name, view in views.items() if name not in int32} == {torch.int64}
 
 
@@ -105,6 +124,7 @@ def test_live_fields_have_no_padding() -> None:
         "seq_lens": (3,),
         "block_tables": (3, 8),
         "logits_rows": (3,),
+        "num_live_tokens": (1,),
     }
 
 

@@ -10,7 +10,7 @@ import torch
 
 from breakgraph.attention import current_step
 from breakgraph.errors import ClosedError, ConfigError
-from breakgraph.runners import DecodeRunner, PrefillRunner, Runner
+from breakgraph.runners import DecodeRunner, PrefillRunner, Runner, SlottedPrefillRunner
 from unit.backends.fakes import FakeFamily
 from unit.runners.fakes import (
     SETUPS,
@@ -298,8 +298,14 @@ def test_a_failing_close_does_not_hide_the_capture_error(
 
 @pytest.mark.parametrize("support", ["none", "decode"])
 def test_full_prefill_needs_varlen_attention(support: str) -> None:
-    setup = Setup(PrefillRunner, make_prefill_spec(), "full", support)
+    setup = Setup(SlottedPrefillRunner, make_prefill_spec(request_slots=4), "full", support)
     with pytest.raises(ConfigError, match=rf"prefill with backend 'full' .* varlen, attention 'fake' has '{support}'"):
+        setup.runner.allocate()
+
+
+def test_full_prefill_needs_metadata_at_a_fixed_place() -> None:
+    setup = Setup(PrefillRunner, make_prefill_spec(), "full", "varlen")
+    with pytest.raises(ConfigError, match=r"prefill with backend 'full' puts attention .* give the spec request_slots"):
         setup.runner.allocate()
 
 
@@ -312,7 +318,8 @@ def test_full_decode_needs_attention_that_a_graph_can_hold() -> None:
 @pytest.mark.parametrize(
     ("runner_class", "backend", "support"),
     [
-        (PrefillRunner, "full", "varlen"),
+        (SlottedPrefillRunner, "full", "varlen"),
+        (SlottedPrefillRunner, "breakable", "none"),
         (PrefillRunner, "breakable", "none"),
         (PrefillRunner, "debug_eager", "none"),
         (PrefillRunner, "eager", "none"),
@@ -321,7 +328,9 @@ def test_full_decode_needs_attention_that_a_graph_can_hold() -> None:
     ],
 )
 def test_other_pairs_are_allowed(runner_class: type[Runner], backend: str, support: str) -> None:
-    spec = make_prefill_spec() if runner_class is PrefillRunner else make_decode_spec()
+    slotted = make_prefill_spec(request_slots=2)
+    specs = {PrefillRunner: make_prefill_spec(), SlottedPrefillRunner: slotted, DecodeRunner: make_decode_spec()}
+    spec = specs[runner_class]
     Setup(runner_class, spec, backend, support).ready()
 
 
@@ -404,7 +413,7 @@ def test_two_runners_on_one_family_keep_their_buffers_apart() -> None:
 
 
 def test_phases_differ_by_data_and_one_method() -> None:
-    for subclass in (PrefillRunner, DecodeRunner):
+    for subclass in (PrefillRunner, SlottedPrefillRunner, DecodeRunner):
         own = [name for name, value in vars(subclass).items() if inspect.isfunction(value)]
         assert own == ["_attention_step"]
 

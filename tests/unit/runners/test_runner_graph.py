@@ -14,11 +14,11 @@ from breakgraph.attention import make_attention
 from breakgraph.backends import make_backend
 from breakgraph.errors import ConfigError
 from breakgraph.graph import PlanFamily, eager_on_graph
-from breakgraph.runners import DecodeRunner, PrefillRunner, Runner, StepBatch
+from breakgraph.runners import DecodeRunner, PrefillRunner, Runner, SlottedPrefillRunner, StepBatch
 from unit.runners.fakes import NUM_BLOCKS, make_decode_spec, make_prefill_spec
 from unit.runners.toy_model import LAYERS, NUM_LAYERS, ToyModel, ToyRequest, new_cache, next_step
 
-PREFILL_BACKENDS = ("breakable", "debug_eager")
+PREFILL_BACKENDS = ("breakable", "debug_eager", "full")
 DECODE_BACKENDS = ("full", "breakable", "debug_eager")
 Forward = Callable[[Mapping[str, Tensor]], Tensor]
 
@@ -36,6 +36,8 @@ class Bench:
         self.runners: list[Runner] = []
 
     def prefill(self, backend: str = "breakable", capture: bool = True, forward: Forward | None = None) -> Runner:
+        if backend == "full":
+            return self._ready(SlottedPrefillRunner, make_prefill_spec(request_slots=4), backend, capture, forward)
         return self._ready(PrefillRunner, make_prefill_spec(), backend, capture, forward)
 
     def decode(self, backend: str = "full", capture: bool = True, forward: Forward | None = None) -> Runner:
@@ -111,8 +113,9 @@ def test_decode_after_prompts_of_other_lengths(bench: Bench, backend: str) -> No
             bench.check(decode, next_step([(request, 1) for request in requests]), requests)
 
 
-def test_decoding_rows_ride_along_in_a_prefill_step(bench: Bench) -> None:
-    runner, requests = bench.prefill(), new_requests(3)
+@pytest.mark.parametrize("backend", PREFILL_BACKENDS)
+def test_decoding_rows_ride_along_in_a_prefill_step(bench: Bench, backend: str) -> None:
+    runner, requests = bench.prefill(backend), new_requests(3)
     runner.run(next_step([(requests[0], 5), (requests[1], 9)]))
     bench.check(runner, next_step([(requests[0], 1), (requests[1], 1), (requests[2], 7)]), requests)
 
@@ -165,6 +168,7 @@ def test_warm_up_and_capture_write_to_the_reserved_slot_only(bench: Bench, phase
     [
         ("prefill", "breakable", NUM_LAYERS),
         ("prefill", "debug_eager", 1),
+        ("prefill", "full", 0),
         ("decode", "full", 0),
         ("decode", "breakable", NUM_LAYERS),
         ("decode", "debug_eager", 1),
@@ -180,8 +184,9 @@ def test_explain_shows_what_each_backend_made(bench: Bench, phase: str, backend:
     assert all((ops < 5) == (backend == "debug_eager") for ops in recorded)
 
 
-def test_full_prefill_is_refused_by_name(bench: Bench) -> None:
-    with pytest.raises(ConfigError, match=r"prefill with backend 'full' needs .* varlen, attention 'sdpa' has 'none'"):
+def test_full_prefill_is_refused_by_name(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(bench.attention), "graph_support", lambda self, phase: "decode")
+    with pytest.raises(ConfigError, match=r"prefill with backend 'full' needs .*, attention 'sdpa' has 'decode' there"):
         bench.prefill("full")
     assert bench.family.pool_bytes == 0
 

@@ -1,0 +1,77 @@
+"""Padding rows reach no expert; live rows come out as they do without padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.integrations import moe
+
+from breakgraph.attention import AttentionStep, make_attention, use_step
+from breakgraph.models import HFModel
+from breakgraph.models.experts import LIVE_GROUPED_MM
+from packed_driver import PackedDriver, TokenSequence
+from tiny_models import randomize, tiny_config
+
+MOE_NAMES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe")
+
+
+def moe_model(name: str, device: torch.device) -> HFModel:
+    module = AutoModelForCausalLM.from_config(
+        tiny_config(name), attn_implementation="breakgraph", experts_implementation=LIVE_GROUPED_MM,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    randomize(module)
+    return HFModel(module.to(device), name)
+
+
+@pytest.fixture
+def routed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Of each call, the experts of each row."""
+    seen: list[torch.Tensor] = []
+    inner = moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+
+    def spy(module: torch.nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        seen.append(index.clone())
+        return inner(module, hidden, index, weights)
+
+    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._local_mapping, "grouped_mm", spy)
+    return seen
+
+
+class CountingDriver(PackedDriver):
+    """Its steps carry the live token count on the device, as a runner's padded steps do."""
+
+    def prepare(self, work, padding, phase):  # type: ignore[no-untyped-def]
+        step, ids, positions = super().prepare(work, padding, phase)
+        count = torch.tensor([step.num_tokens], dtype=torch.int32, device=self.model.device)
+        named = {name: getattr(step, name) for name in AttentionStep.__dataclass_fields__}
+        return AttentionStep(**{**named, "num_tokens_gpu": count}), ids, positions
+
+
+@pytest.mark.parametrize("name", MOE_NAMES)
+def test_padding_rows_go_to_no_expert(name: str, device: torch.device, routed: list[torch.Tensor]) -> None:
+    model = moe_model(name, device)
+    num_experts = next(m.num_experts for m in model.module.modules() if hasattr(m, "gate_up_proj"))
+    driver = CountingDriver(model, make_attention("sdpa", device, torch.bfloat16, model.layers))
+    tokens = torch.randint(96, (9,), generator=torch.Generator().manual_seed(0)).tolist()
+    (padded,) = driver.step([(TokenSequence(tokens), 9)], padding=7)
+    assert routed
+    for index in routed:
+        assert (index[:9] < num_experts).all()
+        assert (index[9:] == num_experts).all()
+    routed.clear()
+    plain_driver = PackedDriver(model, make_attention("sdpa", device, torch.bfloat16, model.layers))
+    (plain,) = plain_driver.step([(TokenSequence(tokens), 9)])
+    assert all((index < num_experts).all() for index in routed)
+    torch.testing.assert_close(padded, plain, rtol=0.05, atol=0.05)
+
+
+def test_a_step_of_another_size_is_a_bug(device: torch.device) -> None:
+    model = moe_model("qwen3_moe", device)
+    driver = CountingDriver(model, make_attention("sdpa", device, torch.bfloat16, model.layers))
+    step, ids, positions = driver.prepare([(TokenSequence([1, 2, 3]), 3)], 2, "prefill")
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    ids, positions = (torch.tensor(values[:4], device=device) for values in (ids, positions))
+    with use_step(driver.attention.plan(step)), pytest.raises(AssertionError, match="4 rows in a step of 5"):
+        model.forward(ids, positions, rows)
