@@ -31,7 +31,7 @@ LAYERS: dict[str, set[str]] = {
 # Within a unit that is open to a layer: the modules that stay closed to it.
 CLOSED = {
     "runners": (
-        *(f"breakgraph.attention.{name}" for name in ("sdpa", "flash", "triton")),
+        *(f"breakgraph.attention.{name}" for name in ("sdpa", "flash", "flashinfer", "triton")),
         *(f"breakgraph.backends.{name}" for name in ("eager", "full", "breakable")),
     ),
 }
@@ -46,8 +46,8 @@ FORBIDDEN_PACKAGES = {
 STDLIB_AND_TORCH_ONLY = {"graph"}
 # Absent from GPU machines that run these layers, so at most imported where they are used.
 LAZY_ONLY = {"gguf", "pydantic", "fastapi"}
-# Comes with the CUDA builds of torch, not with the CPU ones.
-OPTIONAL = {"triton"}
+# Triton comes with the CUDA builds of torch, not with the CPU ones; FlashInfer is an extra.
+OPTIONAL = {"flashinfer", "triton"}
 
 
 def target_unit(target: str) -> str:

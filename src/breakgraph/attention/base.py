@@ -71,6 +71,15 @@ class AttentionBackend(ABC):
     def refusal(cls, layer: LayerAttention, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why this layer cannot be served on that device in that dtype, or None when it can."""
 
+    @classmethod
+    def block_size_refusal(cls, block_size: int) -> str | None:
+        """Why a cache with blocks of that many tokens cannot be read, or None when it can."""
+        return None
+
+    def for_phase(self, phase: str) -> AttentionBackend:
+        """The implementation that serves this phase's steps."""
+        return self
+
     @abstractmethod
     def graph_support(self, phase: str) -> GraphSupport:
         """What a full graph of this phase may hold: with "none", attention has to stay in eager breaks."""

@@ -27,15 +27,17 @@ class TritonAttention(AttentionBackend):
 
     def bind(self, kv: KVCacheBuffers) -> None:
         """Raises ConfigError for a block size that is not a power of two."""
-        if kv.block_size & (kv.block_size - 1):
-            raise ConfigError(
-                f"attention 'triton' expects a block size that is a power of two, got {kv.block_size}; "
-                "change block_size, or use attention='sdpa'"
-            )
+        refused = self.block_size_refusal(kv.block_size)
+        if refused is not None:
+            raise ConfigError(f"attention 'triton': {refused}; change block_size, or use attention='sdpa'")
         for layer_id, key in kv.key.items():
             dense = key.is_contiguous() and kv.value[layer_id].is_contiguous()
             assert dense, f"the cache of layer {layer_id} is not contiguous"
         super().bind(kv)
+
+    @classmethod
+    def block_size_refusal(cls, block_size: int) -> str | None:
+        return f"its block size is a power of two, not {block_size}" if block_size & (block_size - 1) else None
 
     @classmethod
     def refusal(cls, layer: LayerAttention, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -60,7 +60,7 @@ class EngineConfig:
         default=None,
         metadata={"help": "requests that fit in a full prefill graph, instead of max_num_seqs; more run eagerly"},
     )
-    attention: str = field(default="auto", metadata={"help": "auto, sdpa or flash"})
+    attention: str = field(default="auto", metadata={"help": "auto, sdpa, flash, triton or flashinfer"})
     device: str = field(default="auto", metadata={"help": "auto, cuda, cuda:N, or cpu (emulated, not fast)"})
     seed: int = field(default=0, metadata={"help": "for dummy weights and for requests without a seed"})
     prefill_buckets: Sequence[int] | None = field(default=None, metadata={"help": "captured sizes, in tokens"})

@@ -43,7 +43,11 @@ def load_engine(config: EngineConfig) -> Engine:
     config = resolve(config, Hardware.detect(config.device), ModelLimits(source.max_position, dtype_name))
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     model = load_model(source, dtype=dtype, device=device, seed=config.seed)
-    attention = make_attention(config.attention, device, dtype, model.layers)
+    backends = {"prefill": config.prefill_backend, "decode": config.decode_backend}
+    in_graph = [phase for phase, name in backends.items() if backend_class(name).records_breaks]
+    attention = make_attention(
+        config.attention, device, dtype, model.layers, block_size=config.block_size, in_graph=in_graph
+    )
     with ExitStack() as on_failure:
         family = PlanFamily(device)
         on_failure.callback(family.close)

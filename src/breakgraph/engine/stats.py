@@ -18,7 +18,7 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
         "device": config.device,
         "emulated": config.device == "cpu",
         "dtype": config.dtype,
-        "attention": engine.runners["prefill"].attention.name,
+        "attention": {phase: runner.attention.for_phase(phase).name for phase, runner in engine.runners.items()},
         "max_model_len": config.max_model_len,
         "num_kv_blocks": kv.num_blocks,
         "num_free_kv_blocks": engine.scheduler.allocator.num_free,

@@ -1,0 +1,158 @@
+"""FlashInfer: prompts, mixed batches and decode from the paged cache, planned on the host once a step.
+
+The kernels are compiled on first use, for minutes. On compute capability 9.0 steps with prompts run on its
+FlashAttention-3 kernels; elsewhere, and in the decode phase everywhere, on fa2: fa3 splits no request over
+multiprocessors and gives each query head a tile of its own, of which one token fills a row.
+
+A replayed graph launches what was captured, so its plan has to be made again before every replay, into the buffers that
+the captured kernels read. Splits may differ between a step in a graph and the same step outside: equal within rounding.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from breakgraph.attention import flashinfer_plan
+from breakgraph.attention.base import DECODE, AttentionBackend, AttentionMetadata, GraphSupport, LayerAttention
+from breakgraph.attention.flashinfer_plan import FA3_CAPABILITY, Family, FixedShape, PlanConstants
+from breakgraph.attention.kv_buffers import KVCacheBuffers
+from breakgraph.attention.step import AttentionStep
+
+if TYPE_CHECKING:
+    from breakgraph.attention.flashinfer_kernels import PlannedKernel
+
+
+@dataclass(frozen=True)
+class FlashInferMetadata(AttentionMetadata):
+    kernels: Mapping[PlanConstants, PlannedKernel]
+    """Planned for this step, and for no other since."""
+    serial: int
+
+
+class FlashInferAttention(AttentionBackend):
+    """Needs the package `flashinfer-python`: raises ImportError on construction where it does not import.
+
+    One plan is in force at a time: planning a step retires the metadata of the step before.
+    """
+
+    name: ClassVar[str] = "flashinfer"
+
+    def __init__(self, layers: Iterable[LayerAttention]) -> None:
+        from breakgraph.attention import flashinfer_kernels
+
+        super().__init__(layers)
+        self._module = flashinfer_kernels
+        self._constants = {layer_id: flashinfer_plan.constants_of(layer) for layer_id, layer in self.layers.items()}
+        self._groups = tuple(dict.fromkeys(self._constants.values()))
+        self._kernels: dict[tuple[PlanConstants, Family, FixedShape | None, int, torch.dtype], PlannedKernel] = {}
+        self._serials = itertools.count(1)
+        self._scratch: tuple[flashinfer_kernels.Scratch, flashinfer_kernels.Scratch] | None = None
+
+    def bind(self, kv: KVCacheBuffers) -> None:
+        for layer_id, key in kv.key.items():
+            dense = key.is_contiguous() and kv.value[layer_id].is_contiguous()
+            assert dense, f"the cache of layer {layer_id} is not contiguous"
+        super().bind(kv)
+
+    @classmethod
+    def refusal(cls, layer: LayerAttention, device: torch.device, dtype: torch.dtype) -> str | None:
+        return flashinfer_plan.refusal(layer, device, dtype)
+
+    def graph_support(self, phase: str) -> GraphSupport:
+        """fa2's graph mode keeps room for every tile that the rows could make, 0.7 GB for 8192 tokens of 32 heads: it
+        is for decode, and prompts are captured on fa3 alone."""
+        if phase == DECODE:
+            return "decode"
+        device = None if self._kv is None else next(iter(self._kv.key.values())).device
+        return "varlen" if torch.cuda.get_device_capability(device) == FA3_CAPABILITY else "none"
+
+    def plan(self, step: AttentionStep) -> FlashInferMetadata:
+        assert step.q_lens, f"attention 'flashinfer' needs the host lengths of a {step.phase!r} step"
+        decode = step.phase == DECODE
+        num_slots, width = step.block_tables_gpu.shape
+        fixed = FixedShape(step.padded_num_tokens, num_slots, width) if decode or step.fixed_slots else None
+        device = step.block_tables_gpu.device
+        hopper = torch.cuda.get_device_capability(device) == FA3_CAPABILITY
+        family: Family = "fa3" if hopper and not decode else "fa2"
+        unused = 1 if decode else 0  # a padded decode row attends to one token of the reserved block
+        q_lens, seq_lens = (
+            flashinfer_plan.fill_slots(lens, num_slots, unused) for lens in (step.q_lens, step.seq_lens)
+        )
+        if decode:
+            assert set(q_lens) == {1}, f"a decode step has one new token a request, got {step.q_lens}"
+            assert num_slots == step.padded_num_tokens, (
+                f"{num_slots} block table rows for {step.padded_num_tokens} decode rows"
+            )
+        layout = flashinfer_plan.lay_out(q_lens, seq_lens, self.kv.block_size, width)
+        serial = next(self._serials)
+        # Ordinary tensors whatever the caller's mode: inference tensors could not be rewritten outside inference mode.
+        with torch.inference_mode(False), torch.cuda.device(device):
+            pages = self._module.StepPages.stage(layout, step.block_tables_gpu)
+            kernels = {constants: self._kernel(constants, family, fixed, device) for constants in self._groups}
+            for kernel in kernels.values():
+                kernel.plan(pages, serial)
+        return FlashInferMetadata(step, self, kernels, serial)
+
+    def _kernel(
+        self, constants: PlanConstants, family: Family, fixed: FixedShape | None, device: torch.device
+    ) -> PlannedKernel:
+        block_size, dtype = self.kv.block_size, next(iter(self.kv.key.values())).dtype
+        key = (constants, family, fixed, block_size, dtype)
+        if key not in self._kernels:
+            if self._scratch is None:
+                scratch = self._module.Scratch
+                self._scratch = scratch(device, torch.uint8), scratch(device, torch.int32)
+            self._kernels[key] = self._module.PlannedKernel(
+                constants, family, dtype, fixed, *self._scratch, block_size, device
+            )
+        return self._kernels[key]
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: LayerAttention,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        assert isinstance(metadata, FlashInferMetadata), f"metadata of another implementation: {metadata}"
+        kernel = metadata.kernels[self._constants[layer.layer_id]]
+        step, live, rows = metadata.step, metadata.step.num_tokens, metadata.step.padded_num_tokens
+        if kernel.serial != metadata.serial:
+            raise RuntimeError(
+                "this step's FlashInfer plan was replaced by that of a later step; call plan(step) again"
+            )
+        capturing = torch.cuda.is_current_stream_capturing()
+        if capturing and (kernel.fixed is None or (live < rows and step.phase != DECODE)):
+            raise RuntimeError(
+                f"a graph of the {step.phase!r} phase can hold FlashInfer's kernels for fixed request slots, captured "
+                f"with every row live; got {live} live rows of {rows}, fixed_slots={step.fixed_slots}"
+            )
+        sinks = None if layer.sinks is None else layer.sinks.float()
+        starts = None
+        if step.phase == DECODE:
+            live = rows
+        elif step.fixed_slots:
+            # Which rows a graph leaves is the replay's matter, so all of them become zero first.
+            starts = step.cu_seqlens_q_gpu
+            out.zero_()
+        elif live < rows:
+            out[live:].zero_()
+        key_cache, value_cache = self.kv.key[layer.layer_id], self.kv.value[layer.layer_id]
+        attend = self._module.attend_paged if kernel.fixed is None else self._module.recorded_attention
+        attend(
+            _dense_heads(q[:live]), _dense_heads(k[:live]), _dense_heads(v[:live]),
+            step.slot_mapping_gpu[:live], starts, key_cache, value_cache, sinks, kernel.buffers, kernel.handle,
+            out[:live],
+        )  # fmt: skip
+
+
+def _dense_heads(tensor: torch.Tensor) -> torch.Tensor:
+    """Rows and heads may lie anywhere; the kernels take the columns of a head as one piece."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
