@@ -113,7 +113,7 @@ class PlannedKernel:
         try:
             self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
                 float_workspace, "NHD", use_cuda_graph=fixed is not None, backend=family,
-                **indices, **_sink_module(constants, family, dtype),
+                **indices, **sink_module(constants, family, dtype),
             )  # fmt: skip
             self._wrapper.reset_workspace_buffer(float_workspace, int_workspace)
             self._plan_largest()
@@ -169,7 +169,7 @@ class PlannedKernel:
         self.plan(StepPages.stage(layout, tables), serial=0)
 
 
-def _sink_module(constants: PlanConstants, family: Family, dtype: torch.dtype) -> dict[str, object]:
+def sink_module(constants: PlanConstants, family: Family, dtype: torch.dtype) -> dict[str, object]:
     """The wrapper's arguments for FlashInfer's attention with sinks, a variant that is compiled under a name of ours.
 
     The wrapper that FlashInfer has for it names the compiled module without the head size: two sizes in one process
