@@ -87,8 +87,8 @@ def _events(run: Call, *, pause: bool) -> float:
 def copy_rows() -> tuple[float, list[Row]]:
     """The best rate of a device to device copy, GB/s read and written, and all that were tried.
 
-    Shown beside it: a kernel that reads and writes as much, and the copy in a graph, which is no kernel there but a node
-    that may go to a copy engine.
+    Shown beside it: a kernel that reads and writes as much, and the copy in a graph, a node of its own kind that may go
+    to a copy engine.
     """
     best, rows = 0.0, []
     for gib in (1, 2, 4, 8):

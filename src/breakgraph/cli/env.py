@@ -139,14 +139,16 @@ def _ram_bytes() -> int | None:
 
 def _available(torch: ModuleType | None, failure: str, gpus: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Feature -> {"ready": bool, "detail": the reason when it is not ready, else a limit or nothing}."""
-    flash = triton = graphs = sdpa = cpu_device = f"torch does not import ({failure})" if torch is None else ""
+    flash = flashinfer = triton = graphs = sdpa = cpu_device = f"torch does not import ({failure})" if torch is None else ""
     if torch is not None:
         no_gpu = "" if gpus else _why_no_gpu(torch)
-        flash, triton, graphs = no_gpu or _why_no_flash(torch, gpus), no_gpu or _why_no_triton(), no_gpu
+        flash, triton, graphs = no_gpu or _why_no_flash(torch, gpus), no_gpu or _why_not("triton", "triton"), no_gpu
+        flashinfer = no_gpu or _why_not("flashinfer", "flashinfer-python")
     return {
         "attention sdpa": _feature(sdpa),
         "attention flash": _feature(flash, "bfloat16 and float16"),
-        "triton": _feature(triton),
+        "attention triton": _feature(triton),
+        "attention flashinfer": _feature(flashinfer, "float16 and bfloat16; compiled on first use"),
         "CUDA graphs": _feature(graphs),
         "CPU device": _feature(cpu_device, "emulated; it checks captures and claims no speed"),
     }
@@ -171,8 +173,8 @@ def _why_no_flash(torch: ModuleType, gpus: list[dict[str, Any]]) -> str:
     return ""
 
 
-def _why_no_triton() -> str:
-    triton, failure = _try_import("triton")
-    if triton is not None:
+def _why_not(module: str, package: str) -> str:
+    imported, failure = _try_import(module)
+    if imported is not None:
         return ""
-    return f"its import fails ({failure})" if installed_version("triton") else "not installed"
+    return f"its import fails ({failure})" if installed_version(package) else "not installed"

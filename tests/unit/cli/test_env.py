@@ -88,7 +88,7 @@ def test_torch_that_does_not_import(source: str, said: str, tmp_path: Path) -> N
     assert "its import fails" in report["versions"]["torch"]
     assert said in report["versions"]["torch"]
     assert [device["id"] for device in report["devices"]] == ["cpu"]
-    assert len(report["available"]) == 5
+    assert len(report["available"]) == 6
     for feature in report["available"].values():
         assert not feature["ready"]
         assert said in feature["detail"]
@@ -102,7 +102,8 @@ def test_torch_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = collect_with(monkeypatch, {"torch": fake_torch((9, 0), (9, 0)), "triton": SimpleNamespace()})
+    kernels = dict.fromkeys(("triton", "flashinfer"), SimpleNamespace())
+    report = collect_with(monkeypatch, {"torch": fake_torch((9, 0), (9, 0)), **kernels})
     assert report["versions"]["torch"] == "2.11.0+cu130"
     assert report["devices"][2] == {
         "id": "cuda:1", "kind": "gpu", "name": "GPU 1", "memory_bytes": 80 * 2**30, "capability": "9.0",
@@ -120,7 +121,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         (fake_torch(), "attention flash", "finds no GPU"),
         (fake_torch((9, 0), flash=False), "attention flash", "without FlashAttention"),
         (fake_torch((9, 0), (7, 5)), "attention flash", "needs compute capability 8.0, which cuda:1 lacks"),
-        (fake_torch((9, 0)), "triton", "its import fails (ImportError: broken)"),
+        (fake_torch((9, 0)), "attention triton", "its import fails (ImportError: broken)"),
     ],
 )
 def test_reasons(fake: Any, feature: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
