@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Finite, so that a row that sees nothing of a tile gives no NaN; what it adds then, its first visible key wipes out.
+# Finite, so that a row that sees nothing of a tile gives no NaN.
 HIDDEN = tl.constexpr(-1.0e30)
-# The maximum before the first key: below HIDDEN in any scale, so that no sum of weights is ever 0.
+# The maximum before the first key: below HIDDEN in any scale.
 LOWEST = tl.constexpr(-3.0e38)
 REQUESTS_AT_ONCE = tl.constexpr(256)
 
@@ -79,7 +79,12 @@ def _attend_tiles(
                 visible &= here[None, :] > query_pos[:, None] - window
             scores = tl.where(visible, scores, HIDDEN)
         new_peak = tl.maximum(peak, tl.max(scores, 1) * exponent)
-        weights = tl.exp2(scores * exponent - new_peak[:, None])
+        reference = new_peak
+        if MASKED:
+            # A row that has seen nothing yet: its maximum is a hidden score, and the fused multiply-add below would
+            # leave the rounding error of that huge number, of either sign, as the exponent.
+            reference = tl.where(new_peak > HIDDEN * exponent * 0.5, new_peak, 0.0)
+        weights = tl.exp2(scores * exponent - reference[:, None])
         shrink = tl.exp2(peak - new_peak)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
@@ -197,6 +202,8 @@ def varlen_kernel(
         seq_len - num_queries + query, first_key, last_pos + 1, window, scale, softcap,
         NUM_KV_HEADS, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, BLOCK_SIZE, WINDOW, SOFTCAP,
     )  # fmt: skip
+    # Rows that are no query may have seen nothing; they are not stored.
+    total = tl.where(live, total, 1.0)
     tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)
 
 

@@ -68,7 +68,7 @@ def test_more_requests_than_fit_one_step(idle: LLM, reference: Reference) -> Non
 
 @pytest.mark.parametrize(
     ("prefill_backend", "decode_backend"),
-    [("eager", "eager"), ("debug_eager", "breakable"), ("breakable", "debug_eager")],
+    [("eager", "eager"), ("debug_eager", "breakable"), ("breakable", "debug_eager"), ("full", "full")],
 )
 def test_every_backend_gives_the_same_tokens(
     llama_folder: Path, device: torch.device, reference: Reference, prefill_backend: str, decode_backend: str
@@ -81,6 +81,22 @@ def test_every_backend_gives_the_same_tokens(
             is_eager = backends[f"{phase}_backend"] == "eager"
             assert bool(runner["num_eager_steps_by_reason"]) is is_eager
             assert bool(runner["num_replays_by_bucket"]) is not is_eager
+
+
+def test_more_requests_than_slots_run_eagerly_with_the_same_tokens(
+    llama_folder: Path, device: torch.device, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = make_prompts(6, longest=12, seed=2)
+    options = {**SMALL, "prefill_backend": "full", "prefill_request_slots": 2}
+    with LLM(str(llama_folder), device=str(device), **options) as llm:
+        steps = watch_steps(llm, monkeypatch)
+        for group in (prompts[:2], prompts):
+            assert token_ids(llm, group) == [reference(prompt, 10) for prompt in group]
+        stats = llm.stats()["runners"]["prefill"]
+    crowded = sum(len(q_lens) > 2 for q_lens in steps["prefill"])
+    assert stats["num_eager_steps_by_reason"] == {"too_many_requests": crowded}
+    assert 0 < crowded < len(steps["prefill"])
+    assert sum(stats["num_replays_by_bucket"].values()) == len(steps["prefill"]) - crowded
 
 
 def test_chunks_and_decodes_share_prefill_steps_and_pure_decodes_have_their_own(
@@ -199,9 +215,9 @@ class TestOptions:
         with pytest.raises(UnknownNameError, match=r"'nonesuch'; known: .*(eager|sdpa)"):
             LLM(str(llama_folder), device="cpu", **{option: "nonesuch"})
 
-    def test_a_full_graph_of_prefill_needs_an_attention_that_allows_it(self, llama_folder: Path) -> None:
-        with pytest.raises(ConfigError, match="prefill with backend 'full' needs an attention"):
-            LLM(str(llama_folder), device="cpu", prefill_backend="full", **SMALL)
+    def test_more_slots_than_requests_are_refused(self, llama_folder: Path) -> None:
+        with pytest.raises(ConfigError, match="prefill_request_slots=9 is more than max_num_seqs=8"):
+            LLM(str(llama_folder), device="cpu", prefill_backend="full", prefill_request_slots=9, **SMALL)
 
     def test_open_choices_are_settled_in_config(self, idle: LLM, device: torch.device) -> None:
         assert idle.config.dtype == "float32"

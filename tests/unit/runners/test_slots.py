@@ -45,9 +45,15 @@ class Side:
         self.family.close()
 
 
-@pytest.fixture(params=["sdpa", "triton"])
-def sides(request: pytest.FixtureRequest, device: torch.device) -> Iterator[tuple[Side, Side]]:
-    full, breakable = Side("full", request.param, device), Side("breakable", request.param, device)
+# Without a GPU, triton runs in its interpreter.
+TRITON_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAIRS = [*(("sdpa", device) for device in sorted({"cpu", TRITON_DEVICE})), ("triton", TRITON_DEVICE)]
+
+
+@pytest.fixture(params=PAIRS, ids="-".join)
+def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
+    attention, device = request.param
+    full, breakable = (Side(backend, attention, torch.device(device)) for backend in ("full", "breakable"))
     yield full, breakable
     full.close()
     breakable.close()
