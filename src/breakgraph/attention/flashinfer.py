@@ -5,7 +5,8 @@ FlashAttention-3 kernels; elsewhere, and in the decode phase everywhere, on fa2:
 multiprocessors and gives each query head a tile of its own, of which one token fills a row.
 
 A replayed graph launches what was captured, so its plan has to be made again before every replay, into the buffers that
-the captured kernels read. Splits may differ between a step in a graph and the same step outside: equal within rounding.
+the captured kernels read. How decode is split depends on the whole batch: with other neighbours, or in another bucket,
+a request's result is the same within rounding.
 """
 
 from __future__ import annotations

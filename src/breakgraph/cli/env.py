@@ -139,7 +139,8 @@ def _ram_bytes() -> int | None:
 
 def _available(torch: ModuleType | None, failure: str, gpus: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Feature -> {"ready": bool, "detail": the reason when it is not ready, else a limit or nothing}."""
-    flash = flashinfer = triton = graphs = sdpa = cpu_device = f"torch does not import ({failure})" if torch is None else ""
+    no_torch = f"torch does not import ({failure})" if torch is None else ""
+    flash = flashinfer = triton = graphs = sdpa = cpu_device = no_torch
     if torch is not None:
         no_gpu = "" if gpus else _why_no_gpu(torch)
         flash, triton, graphs = no_gpu or _why_no_flash(torch, gpus), no_gpu or _why_not("triton", "triton"), no_gpu

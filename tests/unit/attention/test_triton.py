@@ -356,7 +356,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_block_size_that_is_no_power_of_two_is_refused() -> None:
     attention = TritonAttention([PLAIN])
-    with pytest.raises(ConfigError, match=r"power of two, got 12; change block_size, or use attention='sdpa'"):
+    with pytest.raises(ConfigError, match=r"power of two, not 12; change block_size, or use attention='sdpa'"):
         attention.bind(KVCacheBuffers.allocate([PLAIN], 4, 12, torch.float32, DEVICE))
 
 
