@@ -27,7 +27,7 @@ from attention_cases import BLOCK, DEVICE, DTYPE, LAYER, Case, make_case
 
 from breakgraph.attention import make_attention, triton_ops
 from breakgraph.attention.flash import FlashAttention
-from breakgraph.bench.result import Metric, Result, Row, Shape, here, write_result
+from breakgraph.bench.result import Metric, Result, Row, Shape, here, installed_version, write_result
 
 L2_BYTES = 60 << 20
 PAUSE_CYCLES = 20_000_000
@@ -286,7 +286,8 @@ def main() -> None:
     fields = {name: getattr(LAYER, name) for name in ("num_heads", "num_kv_heads", "head_dim", "v_head_dim")}
     write_result(args.out, Result(
         run=run, where=where, versions=versions, shape=Shape(model=fields, dtype="bfloat16"), rows=tuple(rows),
-        notes=("random queries, keys and values in scattered blocks of 16 tokens; inputs of a case four times L2",
+        notes=(f"flashinfer-python {installed_version('flashinfer-python')}",
+               "random queries, keys and values in scattered blocks of 16 tokens; inputs of a case four times L2",
                "launched: calls queued behind a pause of the GPU; graph: calls in one CUDA graph; median of the rounds",
                "of_copy: keys and values read a second over the best rate of a copy, its reads and writes counted",
                "flash decodes through its prefill form, which gathers the cache into one tensor first"),

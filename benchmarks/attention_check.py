@@ -31,7 +31,7 @@ import torch
 from attention_cases import DEVICE, DTYPE, LAYER, Case, make_case, of_size, reference, with_sinks
 
 from breakgraph.attention import AttentionBackend, LayerAttention, make_attention
-from breakgraph.bench.result import Metric, Result, Row, Shape, here, write_result
+from breakgraph.bench.result import Metric, Result, Row, Shape, here, installed_version, write_result
 from breakgraph.errors import ConfigError
 
 LAYERS = {
@@ -186,7 +186,8 @@ def main() -> None:
     write_result(args.out, Result(
         run=run, where=where, versions=versions, shape=Shape(model={"layers": len(LAYERS)}, dtype="bfloat16"),
         rows=tuple(tally.row(name) for name, tally in tallies.items()),
-        notes=("max_of_bound: the largest error over its bound, 2^-8 |exact| + (2^-8 + 2^-10) sum(weight * |value|)",
+        notes=(f"flashinfer-python {installed_version('flashinfer-python')}",
+               "max_of_bound: the largest error over its bound, 2^-8 |exact| + (2^-8 + 2^-10) sum(weight * |value|)",
                "rms_over_rounding: root mean square error over that of the exact result rounded to bfloat16",
                *(f"{name} skipped {count}: {reason}" for name, tally in tallies.items()
                  for reason, count in tally.skipped.items())),

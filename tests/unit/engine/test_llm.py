@@ -235,6 +235,7 @@ class TestStats:
         assert (decode["num_segments"], decode["num_breaks"]) == (1, 0)
         assert prefill["capture_sec"] > 0
         assert stats["pool_bytes"] > 0
+        assert stats["attention"].keys() == {"prefill", "decode"}
         assert stats["emulated"] is (stats["device"] == "cpu")
 
     def test_explain_has_a_report_for_each_bucket(self, idle: LLM) -> None:
