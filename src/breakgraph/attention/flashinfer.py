@@ -44,7 +44,10 @@ class FlashInferAttention(AttentionBackend):
     name: ClassVar[str] = "flashinfer"
 
     def __init__(self, layers: Iterable[LayerAttention]) -> None:
-        from breakgraph.attention import flashinfer_kernels
+        try:
+            from breakgraph.attention import flashinfer_kernels
+        except (OSError, RuntimeError) as failure:  # a library that does not load, parts of different versions
+            raise ImportError(f"flashinfer: {failure}") from failure
 
         super().__init__(layers)
         self._module = flashinfer_kernels
