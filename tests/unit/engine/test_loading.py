@@ -18,7 +18,9 @@ from breakgraph.errors import ClosedError, ConfigError, ModelNotFoundError, Unkn
 from breakgraph.graph import PlanFamily
 from unit.engine.small import SMALL
 
-OPTIONS = {name: value for name, value in SMALL.items() if name != "use_tqdm"}
+OPTIONS = {name: value for name, value in SMALL.items() if name not in ("use_tqdm", "num_gpu_blocks_override")}
+# As many blocks as can be in use, on any device.
+OPTIONS["enable_prefix_caching"] = False
 
 
 def config_for(folder: Path, device: torch.device, **options: Any) -> EngineConfig:
