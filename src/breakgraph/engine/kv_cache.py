@@ -52,9 +52,8 @@ class BlockAllocator:
         """Blocks that can be allocated: free and idle ones."""
         return len(self._free) + len(self._idle)
 
-    def num_idle(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` are idle, so that sharing them leaves fewer to allocate."""
-        return sum(block in self._idle for block in blocks)
+    def num_users(self, block: int) -> int:
+        return self._num_users[block]
 
     def can_allocate(self, num_blocks: int) -> bool:
         return num_blocks <= self.num_free

@@ -191,7 +191,8 @@ class Scheduler:
         cached, node = self._cached_blocks(request)
         promised = sum(self._num_missing_blocks(ScheduledRow(r, r.num_pending_tokens)) for r in self.running)
         needed = num_blocks_for(request.num_tokens, self.block_size) - len(cached)
-        if not self.allocator.can_allocate(promised + needed + self.allocator.num_idle(cached)):
+        num_idle = sum(self.allocator.num_users(block) == 0 for block in cached)
+        if not self.allocator.can_allocate(promised + needed + num_idle):
             return False
         # Before anything is allocated, so that nothing of it is evicted.
         self.allocator.share(cached)
