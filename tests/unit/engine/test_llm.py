@@ -252,6 +252,7 @@ class TestClose:
             lambda: llm.generate([[1]], use_tqdm=False),
             llm.stats,
             llm.explain,
+            llm.reset_prefix_cache,
         )
         for call in calls:
             with pytest.raises(ClosedError, match="closed"):
