@@ -181,18 +181,17 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit_next(self) -> bool:
-        """Moves the head of the queue to the running requests, if all their tokens and its own fit.
+        """Moves the head of the queue to the running requests, if blocks for all its tokens are left.
 
-        Blocks that will be needed for tokens of running requests count as taken, so that it is not preempted at once.
+        Those that run have theirs: there is room in a step for one more only when all their tokens are in it.
         """
         if not self.waiting or len(self.running) >= self.max_num_seqs:
             return False
         request = self.waiting[0]
         cached, node = self._cached_blocks(request)
-        promised = sum(self._num_missing_blocks(ScheduledRow(r, r.num_pending_tokens)) for r in self.running)
         needed = num_blocks_for(request.num_tokens, self.block_size) - len(cached)
         num_idle = sum(self.allocator.num_users(block) == 0 for block in cached)
-        if not self.allocator.can_allocate(promised + needed + num_idle):
+        if not self.allocator.can_allocate(needed + num_idle):
             return False
         # Before anything is allocated, so that nothing of it is evicted.
         self.allocator.share(cached)

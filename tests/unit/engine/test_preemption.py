@@ -168,7 +168,7 @@ class TestPreemption:
         assert run_step(kv) == [("a", 1)]
         assert scheduler.num_preemptions == 0
 
-    def test_tokens_that_are_not_computed_yet_count_as_taken(self) -> None:
+    def test_a_request_is_admitted_only_when_all_its_tokens_fit_and_not_just_the_next_chunk(self) -> None:
         scheduler = make_scheduler(num_blocks=7, max_num_batched_tokens=4)
         kv = SymbolicKV(scheduler)
         scheduler.add(make_request("a", prompt=17, max_tokens=1))

@@ -90,6 +90,18 @@ def test_a_step_of_one_token_each_is_a_decode_whatever_the_tokens_are() -> None:
     assert step.is_decode
 
 
+def test_chunks_of_one_token_are_decodes_and_sampled_at_the_end_only() -> None:
+    scheduler = make_scheduler(max_num_seqs=1, max_num_batched_tokens=1)
+    scheduler.add(make_request("a", prompt=3))
+    seen = []
+    for _ in range(3):
+        step = scheduler.schedule()
+        assert step is not None
+        seen.append((step.is_decode, step.rows[0].needs_sample))
+        scheduler.commit(step, [7 if step.rows[0].needs_sample else None])
+    assert seen == [(True, False), (True, False), (True, True)]
+
+
 def test_a_started_prompt_goes_before_a_waiting_one() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=16)
     scheduler.add(make_request("a", prompt=20))
