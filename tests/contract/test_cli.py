@@ -14,8 +14,8 @@ from breakgraph.errors import UnknownNameError
 # Adding an option is a decision: it is written down here.
 ENGINE = """
     --attention --block-size --cache-dir --decode-backend --decode-buckets --device --dtype --gpu-memory-utilization
-    --load-format --max-model-len --max-num-batched-tokens --max-num-seqs --model --num-gpu-blocks-override
-    --prefill-backend --prefill-buckets --prefill-request-slots --seed
+    --load-format --max-model-len --max-num-batched-tokens --max-num-seqs --model --no-enable-prefix-caching
+    --num-gpu-blocks-override --prefill-backend --prefill-buckets --prefill-request-slots --seed
 """
 SAMPLING = "--ignore-eos --max-tokens --min-p --stop --stop-token-ids --temperature --top-k --top-p"
 OPTIONS = {

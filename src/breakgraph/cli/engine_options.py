@@ -82,4 +82,7 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], default: Any) -> None:
         # One flag for both: None keeps unseeded sampling where only the engine has a default.
         default, about = None, "for dummy weights and for sampling"
     shown = "" if default is None else f" (default: {default})"
-    group.add_argument(flag, type=_PARSERS[str(field.type)], default=default, help=about + shown)
+    if field.type == "bool":
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=about + shown)
+    else:
+        group.add_argument(flag, type=_PARSERS[str(field.type)], default=default, help=about + shown)

@@ -53,6 +53,9 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = field(
         default=None, metadata={"help": "KV blocks, instead of as many as fit; one of them is reserved for padding"}
     )
+    enable_prefix_caching: bool = field(
+        default=True, metadata={"help": "keep the KV of finished requests for prompts that begin with the same tokens"}
+    )
     gpu_memory_utilization: float = field(default=0.9, metadata={"help": "share of the GPU's memory that may be used"})
     prefill_backend: str = field(default="breakable", metadata={"help": f"how steps with a prompt run: {_BACKENDS}"})
     decode_backend: str = field(default="full", metadata={"help": f"how steps without a prompt run: {_BACKENDS}"})
@@ -77,6 +80,8 @@ class EngineConfig:
         for name, low in _OPTIONAL_COUNTS.items():
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), low)
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
         for name in ("prefill_backend", "decode_backend", "attention", "device"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} must be a name, got {getattr(self, name)!r}")

@@ -125,8 +125,16 @@ class Engine:
         return self.scheduler.commit(step, self._sample(step, logits))
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drops requests and frees their blocks; unknown ids are ignored."""
+        """Drops requests and gives up their blocks; unknown ids are ignored."""
         self.scheduler.abort(request_ids)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes, as after a change of the weights.
+
+        Allowed at any time. Requests that run keep their KV, old as it is, and share none of it with later ones.
+        """
+        self._check_open()
+        self.scheduler.reset_prefix_cache()
 
     def stats(self) -> dict[str, Any]:
         """JSON-able counts, units in the names."""

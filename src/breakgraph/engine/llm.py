@@ -108,6 +108,10 @@ class LLM:
             [self._apply_template(conversation) for conversation in conversations], sampling_params, use_tqdm
         )
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets the KV of finished requests. Call it after changing weights: what is cached comes from the old."""
+        self.engine.reset_prefix_cache()
+
     def stats(self) -> dict[str, Any]:
         """What was captured and what ran how, for each runner; JSON-able, units in the names."""
         return self.engine.stats()

@@ -91,6 +91,7 @@ def _allocate_kv(
         block_size=config.block_size,
         max_model_len=sizes.max_model_len,
         max_num_seqs=sizes.max_num_seqs,
+        fill_memory=config.enable_prefix_caching and device.type == "cuda",
     )
 
     def allocate(num_blocks: int) -> KVCacheBuffers:
@@ -152,4 +153,5 @@ def _make_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
         block_size=config.block_size,
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
     )

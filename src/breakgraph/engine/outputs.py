@@ -28,3 +28,5 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    num_cached_tokens: int
+    """Prompt tokens whose KV was found in the prefix cache when the request started."""

@@ -13,6 +13,8 @@ from breakgraph.engine.sampling import SamplingParams
 if TYPE_CHECKING:
     import torch
 
+    from breakgraph.engine.prefix_cache import PrefixNode
+
 
 class RequestStatus(Enum):
     WAITING = "waiting"
@@ -24,7 +26,8 @@ class RequestStatus(Enum):
 class Request:
     """Prompt, answer so far, and how much of both is in the KV cache.
 
-    The scheduler owns `status`, `block_ids` and `num_computed_tokens`; tokens are added through `append_token`.
+    The scheduler owns `status`, `block_ids`, `prefix_node`, `num_computed_tokens` and `num_cached_tokens`; tokens are
+    added through `append_token`.
     """
 
     request_id: str
@@ -33,14 +36,20 @@ class Request:
     params: SamplingParams
     max_total_tokens: int
     """Prompt and answer together: max_tokens, cut to the context."""
+    adapter_id: str | None = None
+    """Requests share cached blocks only with those of the same adapter; None is the model alone."""
     eos_token_ids: frozenset[int] = frozenset()
     detokenizer: Detokenizer | None = None
     generator: torch.Generator | None = None
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    """Tokens whose KV is in the cache."""
+    """Tokens whose KV is in the cache; 0 again when the request is preempted."""
+    num_cached_tokens: int | None = None
+    """Of the prompt, found in the prefix cache when the request first started; None before."""
     block_ids: list[int] = field(default_factory=list)
+    prefix_node: PrefixNode | None = None
+    """Where the prefix cache has the last full block of the computed tokens."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     _text_end: int | None = None
@@ -59,16 +68,15 @@ class Request:
         return self.num_tokens - self.num_computed_tokens
 
     @property
-    def is_prefilling(self) -> bool:
-        return self.num_computed_tokens < self.num_prompt_tokens
-
-    @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
     def pending_token_ids(self, num_tokens: int) -> list[int]:
         """The next `num_tokens` tokens to compute."""
-        start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
+        return self.token_ids(self.num_computed_tokens, self.num_computed_tokens + num_tokens)
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Tokens of prompt and answer at positions `start` to `end`, the latter not included."""
         num_prompt = self.num_prompt_tokens
         if start >= num_prompt:
             return self.output_token_ids[start - num_prompt : end - num_prompt]
@@ -124,4 +132,5 @@ class Request:
             prompt_token_ids=list(self.prompt_token_ids),
             outputs=[completion],
             finished=True,
+            num_cached_tokens=self.num_cached_tokens or 0,
         )

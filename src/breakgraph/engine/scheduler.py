@@ -1,24 +1,28 @@
 """Which requests run in the next step, and with how many tokens each.
 
-A request gets all the KV blocks that it can ever need (prompt and max_tokens) when it is admitted, so nothing that
-runs is ever put back. First come, first served: a large request at the head of the queue waits, and so do those
-behind it.
+A request is admitted when the tokens it has fit beside those of all running requests. Its answer takes blocks as it
+grows. When one is needed and none is left, the request that was admitted last is preempted: it goes back to the head of
+the queue without its blocks, and its prompt and answer so far are computed again later, except for what the prefix
+cache still has. So the oldest request always goes on. First come, first served: a large request at the head of the
+queue waits, and so do those behind it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from breakgraph.engine.kv_cache import BlockAllocator, num_blocks_for
+from breakgraph.engine.prefix_cache import BlockTokens, PrefixNode
 from breakgraph.engine.request import Request, RequestStatus
 from breakgraph.errors import RequestTooLargeError
 
 
 @dataclass(frozen=True)
 class ScheduledRow:
-    """`num_new_tokens` of the request's pending tokens; fewer than all of them is a chunk of its prompt."""
+    """`num_new_tokens` of the request's pending tokens; fewer than all of them is a chunk."""
 
     request: Request
     num_new_tokens: int
@@ -30,25 +34,39 @@ class ScheduledRow:
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """Decode rows first, then chunks of prompts."""
+    """Running requests with one pending token first, then those with more, then the newly admitted."""
 
     rows: tuple[ScheduledRow, ...]
     is_decode: bool
-    """Every row is one token of an answer."""
+    """Every row is one token."""
 
 
 class Scheduler:
     """Owns the queues and the block allocator's books. No tensors."""
 
     def __init__(
-        self, allocator: BlockAllocator, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        allocator: BlockAllocator,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        enable_prefix_caching: bool,
     ) -> None:
         self.allocator = allocator
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.enable_prefix_caching = enable_prefix_caching
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        """In the order of admission."""
+        self.num_prompt_tokens = 0
+        """Of all requests that have started."""
+        self.num_prefix_cached_tokens = 0
+        """Those of them that were found in the prefix cache."""
+        self.num_preemptions = 0
+        self._is_torn = False
 
     @property
     def has_requests(self) -> bool:
@@ -56,7 +74,7 @@ class Scheduler:
 
     def check_fits(self, request: Request) -> None:
         """Raises RequestTooLargeError for a request that could not run even alone."""
-        needed = self._num_blocks(request)
+        needed = num_blocks_for(request.max_total_tokens, self.block_size)
         if needed > self.allocator.num_usable:
             raise RequestTooLargeError(
                 f"request {request.request_id} needs {needed} KV blocks of {self.block_size} tokens (prompt "
@@ -70,72 +88,155 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step, or None when there is nothing to do. Admits waiting requests as far as they fit."""
-        rows = [ScheduledRow(request, 1) for request in self.running if not request.is_prefilling]
-        num_decode_rows = len(rows)
-        budget = self.max_num_batched_tokens - num_decode_rows
-        for request in self._prefilling():
-            if budget <= 0:
-                break
-            row = ScheduledRow(request, min(request.num_pending_tokens, budget))
-            rows.append(row)
-            budget -= row.num_new_tokens
+        """The next step, or None when there is nothing to do. Called again without a commit, it gives the same rows."""
+        with self._updating():
+            rows = self._running_rows()
+            while not self.allocator.can_allocate(sum(map(self._num_missing_blocks, rows))):
+                self._preempt_last()
+                rows = self._running_rows()
+            for row in rows:
+                self._take_blocks(row)
+            budget = self.max_num_batched_tokens - sum(row.num_new_tokens for row in rows)
+            while budget > 0 and self._admit_next():
+                row = ScheduledRow(self.running[-1], min(self.running[-1].num_pending_tokens, budget))
+                self._take_blocks(row)
+                rows.append(row)
+                budget -= row.num_new_tokens
         if not rows:
             return None
-        return ScheduledStep(tuple(rows), is_decode=len(rows) == num_decode_rows)
+        return ScheduledStep(tuple(rows), is_decode=all(row.num_new_tokens == 1 for row in rows))
 
     def commit(self, step: ScheduledStep, token_ids: Sequence[int | None]) -> list[Request]:
         """Books a step that succeeded: one token id a row, None where `needs_sample` is False.
 
-        Returns the requests that are finished by it; their blocks are free again.
+        Returns the requests that are finished by it; their blocks are free again, or idle in the prefix cache.
         """
         finished = []
-        for row, token_id in zip(step.rows, token_ids, strict=True):
-            request = row.request
-            needs_sample = row.needs_sample
-            request.num_computed_tokens += row.num_new_tokens
-            if not needs_sample:
-                continue
-            assert token_id is not None, f"request {request.request_id} got no token"
-            request.append_token(token_id)
-            if request.finish_reason is not None:
-                finished.append(request)
-        self._release(finished)
+        with self._updating():
+            for row, token_id in zip(step.rows, token_ids, strict=True):
+                request = row.request
+                if row.needs_sample:
+                    assert token_id is not None, f"request {request.request_id} got no token"
+                    request.append_token(token_id)
+                    if request.finish_reason is not None:
+                        finished.append(request)
+                self._book_tokens(row)
+            self._release(finished)
         return finished
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
-        """Drops requests wherever they are and frees their blocks; ids that are not here are ignored."""
+        """Drops requests wherever they are and gives up their blocks; ids that are not here are ignored."""
         wanted = set(request_ids)
-        dropped = [request for request in (*self.waiting, *self.running) if request.request_id in wanted]
-        for request in dropped:
-            request.finish_reason = "abort"
-        self.waiting = deque(request for request in self.waiting if request.request_id not in wanted)
-        self._release(dropped)
-        if not self.has_requests:
-            # Also right when a Ctrl-C came between taking blocks and noting them.
-            self.allocator.reset()
+        with self._updating():
+            dropped = [request for request in (*self.waiting, *self.running) if request.request_id in wanted]
+            for request in dropped:
+                request.finish_reason = "abort"
+            self.waiting = deque(request for request in self.waiting if request.request_id not in wanted)
+            self._release(dropped)
         return dropped
 
-    def _prefilling(self) -> Iterable[Request]:
-        """Requests with a prompt to compute, oldest first; admits the next one when asked for more."""
-        yield from [request for request in self.running if request.is_prefilling]
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            if not self.allocator.can_allocate(self._num_blocks(request)):
-                return
-            request.block_ids = self.allocator.allocate(self._num_blocks(request))
-            request.status = RequestStatus.RUNNING
-            self.running.append(request)
-            self.waiting.popleft()
-            yield request
+    def reset_prefix_cache(self) -> None:
+        """Nothing computed so far is found by a request that is admitted later."""
+        with self._updating():
+            self.allocator.forget_prefixes()
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Around every change of the books. A Ctrl-C can leave them torn; once nobody is here they are made anew."""
+        try:
+            yield
+        except BaseException:
+            self._is_torn = True
+            raise
+        if self._is_torn and not self.has_requests:
+            self.allocator.reset()
+            self._is_torn = False
+
+    def _running_rows(self) -> list[ScheduledRow]:
+        """One token for whoever has one; the rest of the step for the others, oldest first."""
+        rows = [ScheduledRow(request, 1) for request in self.running if request.num_pending_tokens == 1]
+        budget = self.max_num_batched_tokens - len(rows)
+        for request in self.running:
+            if request.num_pending_tokens > 1 and budget > 0:
+                row = ScheduledRow(request, min(request.num_pending_tokens, budget))
+                rows.append(row)
+                budget -= row.num_new_tokens
+        return rows
+
+    def _num_missing_blocks(self, row: ScheduledRow) -> int:
+        """None when a step that failed is scheduled again."""
+        end = row.request.num_computed_tokens + row.num_new_tokens
+        return max(0, num_blocks_for(end, self.block_size) - len(row.request.block_ids))
+
+    def _take_blocks(self, row: ScheduledRow) -> None:
+        row.request.block_ids += self.allocator.allocate(self._num_missing_blocks(row))
+
+    def _preempt_last(self) -> None:
+        assert len(self.running) > 1, f"{self.running} does not fit alone; `add` refuses such requests"
+        request = self.running.pop()
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens, request.prefix_node = 0, None
+        self.waiting.appendleft(request)
+        self._give_up_blocks(request)
+        self.num_preemptions += 1
+
+    def _admit_next(self) -> bool:
+        """Moves the head of the queue to the running requests, if blocks for all its tokens are left.
+
+        Those that run have theirs: there is room in a step for one more only when all their tokens are in it.
+        """
+        if not self.waiting or len(self.running) >= self.max_num_seqs:
+            return False
+        request = self.waiting[0]
+        cached, node = self._cached_blocks(request)
+        needed = num_blocks_for(request.num_tokens, self.block_size) - len(cached)
+        num_idle = sum(self.allocator.num_users(block) == 0 for block in cached)
+        if not self.allocator.can_allocate(needed + num_idle):
+            return False
+        # Before anything is allocated, so that nothing of it is evicted.
+        self.allocator.share(cached)
+        request.block_ids, request.prefix_node = cached, node
+        request.num_computed_tokens = len(cached) * self.block_size
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed_tokens
+            self.num_prompt_tokens += request.num_prompt_tokens
+            self.num_prefix_cached_tokens += request.num_cached_tokens
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+        self.waiting.popleft()
+        return True
+
+    def _cached_blocks(self, request: Request) -> tuple[list[int], PrefixNode | None]:
+        """At least one token is left to compute: the logits of the last are needed."""
+        if not self.enable_prefix_caching:
+            return [], None
+        num_blocks = (request.num_tokens - 1) // self.block_size
+        token_blocks = (self._block_tokens(request, index) for index in range(num_blocks))
+        return self.allocator.prefix_cache.match(request.adapter_id, token_blocks)
+
+    def _book_tokens(self, row: ScheduledRow) -> None:
+        """The row's KV counts from now on, and the blocks that it filled can be found by others."""
+        request = row.request
+        first = request.num_computed_tokens // self.block_size
+        request.num_computed_tokens += row.num_new_tokens
+        if request.prefix_node is None:
+            return
+        for index in range(first, request.num_computed_tokens // self.block_size):
+            request.prefix_node = self.allocator.prefix_cache.insert(
+                request.prefix_node, self._block_tokens(request, index), request.block_ids[index]
+            )
+
+    def _block_tokens(self, request: Request, index: int) -> BlockTokens:
+        return tuple(request.token_ids(index * self.block_size, (index + 1) * self.block_size))
 
     def _release(self, requests: Sequence[Request]) -> None:
         gone = set(requests)
         self.running = [request for request in self.running if request not in gone]
         for request in requests:
             request.status = RequestStatus.FINISHED
-            blocks, request.block_ids = request.block_ids, []
-            self.allocator.free(blocks)
+            request.prefix_node = None
+            self._give_up_blocks(request)
 
-    def _num_blocks(self, request: Request) -> int:
-        return num_blocks_for(request.max_total_tokens, self.block_size)
+    def _give_up_blocks(self, request: Request) -> None:
+        blocks, request.block_ids = request.block_ids, []
+        self.allocator.free(blocks)

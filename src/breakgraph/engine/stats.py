@@ -10,8 +10,12 @@ if TYPE_CHECKING:
 
 
 def engine_stats(engine: Engine) -> dict[str, Any]:
-    """JSON-able; counts are `num_...`, sizes and times carry their unit."""
-    config, kv = engine.config, engine.kv
+    """JSON-able; counts are `num_...`, sizes and times carry their unit.
+
+    `num_prefix_cached_tokens` of `num_prompt_tokens` were found in the prefix cache when their requests started; what a
+    preempted request finds again counts in neither.
+    """
+    config, kv, scheduler = engine.config, engine.kv, engine.scheduler
     assert kv is not None, "an open engine has a KV cache"
     return {
         "model": config.model,
@@ -21,11 +25,15 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
         "attention": {phase: runner.attention.for_phase(phase).name for phase, runner in engine.runners.items()},
         "max_model_len": config.max_model_len,
         "num_kv_blocks": kv.num_blocks,
-        "num_free_kv_blocks": engine.scheduler.allocator.num_free,
+        "num_free_kv_blocks": scheduler.allocator.num_free,
+        "num_cached_kv_blocks": len(scheduler.allocator.prefix_cache),
         "kv_cache_bytes": kv.num_bytes,
         "pool_bytes": engine.family.pool_bytes,
-        "num_running": len(engine.scheduler.running),
-        "num_waiting": len(engine.scheduler.waiting),
+        "num_running": len(scheduler.running),
+        "num_waiting": len(scheduler.waiting),
+        "num_prompt_tokens": scheduler.num_prompt_tokens,
+        "num_prefix_cached_tokens": scheduler.num_prefix_cached_tokens,
+        "num_preemptions": scheduler.num_preemptions,
         "runners": {phase: runner_stats(runner) for phase, runner in engine.runners.items()},
     }
 

@@ -41,6 +41,7 @@ class FakeLLM:
                 prompt_token_ids=[i],
                 outputs=[CompletionOutput(0, f"answer {i} [bold]", list(tokens), "stop", None)],
                 finished=True,
+                num_cached_tokens=0,
             )
             for i, conversation in enumerate(conversations)
         ]

@@ -54,12 +54,17 @@ GIVEN = {
     "prefill_buckets": ("8,16", (8, 16)),
     "decode_buckets": ("1,2", (1, 2)),
     "cache_dir": ("/somewhere", "/somewhere"),
+    "enable_prefix_caching": (None, False),
 }
+"""What is typed after the flag, and its value; None is the flag with "no"."""
 
 
 def test_every_engine_option_has_a_flag_of_its_name() -> None:
     assert GIVEN.keys() == {field.name for field in dataclasses.fields(EngineConfig)}
-    argv = [part for name, (text, _) in GIVEN.items() for part in ("--" + name.replace("_", "-"), text)]
+    argv: list[str] = []
+    for name, (text, _) in GIVEN.items():
+        flag = name.replace("_", "-")
+        argv += [f"--no-{flag}"] if text is None else [f"--{flag}", text]
     assert engine_options(parse(*argv)) == {name: value for name, (_, value) in GIVEN.items()}
 
 

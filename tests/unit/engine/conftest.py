@@ -52,7 +52,8 @@ def llm(llama_folder: Path, device: torch.device) -> Iterator[LLM]:
 
 @pytest.fixture
 def idle(llm: LLM) -> Iterator[LLM]:
-    """The shared LLM; afterwards nothing may be left in it."""
+    """The shared LLM with an empty prefix cache; afterwards nothing may be left in it."""
+    llm.reset_prefix_cache()
     yield llm
     stats = llm.stats()
     assert (stats["num_running"], stats["num_waiting"]) == (0, 0)

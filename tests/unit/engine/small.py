@@ -14,6 +14,8 @@ SMALL: dict[str, Any] = {
     "max_model_len": 128,
     "prefill_buckets": (4, 16),
     "decode_buckets": (2, 8),
+    # As many as can be in use: on a GPU several LLMs are open at once, and a cache would take all the memory.
+    "num_gpu_blocks_override": 65,
     "use_tqdm": False,
 }
 """Options that make chunks of almost every prompt, and few captures."""

@@ -35,6 +35,7 @@ def make(**options: object) -> EngineConfig:
         ("gpu_memory_utilization", 1.1),
         ("gpu_memory_utilization", "0.9"),
         ("seed", -1),
+        ("enable_prefix_caching", 1),
         ("prefill_backend", None),
         ("prefill_buckets", []),
         ("prefill_buckets", "16"),

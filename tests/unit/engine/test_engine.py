@@ -144,7 +144,7 @@ def test_logits_that_are_not_finite_stop_the_step(idle: LLM, monkeypatch: pytest
     run = runner.run
     monkeypatch.setattr(runner, "run", lambda batch: run(batch).clone().fill_(torch.nan))
     with pytest.raises(BreakgraphError, match="not finite"):
-        idle.generate([[1]], GREEDY, use_tqdm=False)
+        idle.generate([[1, 2]], GREEDY, use_tqdm=False)
 
 
 class TestCapture:

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,7 +58,7 @@ def test_no_block_has_two_owners(requests: list[int]) -> None:
         assert len(owned) + allocator.num_free == allocator.num_usable
 
 
-DEMAND = KVDemand(bytes_per_block=1000, block_size=16, max_model_len=100, max_num_seqs=3)
+DEMAND = KVDemand(bytes_per_block=1000, block_size=16, max_model_len=100, max_num_seqs=3, fill_memory=False)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,11 @@ DEMAND = KVDemand(bytes_per_block=1000, block_size=16, max_model_len=100, max_nu
 )
 def test_number_of_blocks(available: int, override: int | None, expected: int) -> None:
     assert choose_num_blocks(DEMAND, available, override) == expected
+
+
+@pytest.mark.parametrize(("override", "expected"), [(None, 1000), (50, 50)])
+def test_number_of_blocks_where_prefixes_may_fill_the_memory(override: int | None, expected: int) -> None:
+    assert choose_num_blocks(dataclasses.replace(DEMAND, fill_memory=True), 1_000_000, override) == expected
 
 
 @pytest.mark.parametrize("available", [7_999, 0, -5])

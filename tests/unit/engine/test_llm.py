@@ -191,7 +191,8 @@ def test_as_many_params_as_prompts(idle: LLM, count: int) -> None:
 def test_a_request_that_never_fits_is_refused_and_others_wait_their_turn(
     llama_folder: Path, device: torch.device, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LLM(str(llama_folder), device=str(device), num_gpu_blocks_override=4, **SMALL) as llm:  # 48 tokens
+    options = {**SMALL, "num_gpu_blocks_override": 4}  # 48 tokens
+    with LLM(str(llama_folder), device=str(device), **options) as llm:
         with pytest.raises(RequestTooLargeError, match=r"needs 4 KV blocks of 16 tokens .* the cache has 3"):
             token_ids(llm, [[1], [1] * 40])
         steps = watch_steps(llm, monkeypatch)
@@ -268,6 +269,7 @@ class TestClose:
             lambda: llm.generate([[1]], use_tqdm=False),
             llm.stats,
             llm.explain,
+            llm.reset_prefix_cache,
         )
         for call in calls:
             with pytest.raises(ClosedError, match="closed"):

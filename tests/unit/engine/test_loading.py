@@ -13,12 +13,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from breakgraph.engine import loading
 from breakgraph.engine.config import EngineConfig
+from breakgraph.engine.kv_cache import KVDemand
 from breakgraph.engine.loading import load_engine
 from breakgraph.errors import ClosedError, ConfigError, ModelNotFoundError, UnknownNameError
 from breakgraph.graph import PlanFamily
 from unit.engine.small import SMALL
 
-OPTIONS = {name: value for name, value in SMALL.items() if name != "use_tqdm"}
+OPTIONS = {name: value for name, value in SMALL.items() if name not in ("use_tqdm", "num_gpu_blocks_override")}
+# As many blocks as can be in use, on any device.
+OPTIONS["enable_prefix_caching"] = False
 
 
 def config_for(folder: Path, device: torch.device, **options: Any) -> EngineConfig:
@@ -84,6 +87,21 @@ def test_the_step_that_is_measured_needs_the_reserved_block_only(
     assert measured[0] > (16 + 8) * 2 * (2 * 64 * 96) * 2
     assert engine.stats()["num_kv_blocks"] == 65
     engine.close()
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_prefixes_may_fill_the_memory_of_a_gpu_only(
+    llama_folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, enable_prefix_caching: bool
+) -> None:
+    demands: list[KVDemand] = []
+
+    def choose(demand: KVDemand, available_bytes: int, override: int | None) -> int:
+        demands.append(demand)
+        return 65
+
+    monkeypatch.setattr(loading, "choose_num_blocks", choose)
+    load_engine(config_for(llama_folder, device, enable_prefix_caching=enable_prefix_caching)).close()
+    assert [demand.fill_memory for demand in demands] == [enable_prefix_caching and device.type == "cuda"]
 
 
 @pytest.mark.parametrize("part", ["make_attention", "_allocate_kv", "_make_runners", "_make_scheduler", "Sampler"])

@@ -2,33 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from breakgraph.engine.kv_cache import BlockAllocator
-from breakgraph.engine.request import Request, RequestStatus
-from breakgraph.engine.sampling import SamplingParams
+from breakgraph.engine.request import RequestStatus
 from breakgraph.engine.scheduler import ScheduledStep, Scheduler
 from breakgraph.errors import RequestTooLargeError
-
-BLOCK_SIZE = 4
-
-
-def make_scheduler(num_blocks: int = 64, max_num_seqs: int = 4, max_num_batched_tokens: int = 16) -> Scheduler:
-    return Scheduler(
-        BlockAllocator(num_blocks),
-        block_size=BLOCK_SIZE,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-    )
-
-
-def make_request(name: str, prompt: int, max_tokens: int = 3, **params: object) -> Request:
-    return Request(
-        request_id=name,
-        prompt=None,
-        prompt_token_ids=list(range(1, prompt + 1)),
-        params=SamplingParams(max_tokens=max_tokens, **params),  # type: ignore[arg-type]
-        max_total_tokens=prompt + max_tokens,
-        eos_token_ids=frozenset({99}),
-    )
+from unit.engine.symbolic_kv import BLOCK_SIZE, make_request, make_scheduler
 
 
 def shape(step: ScheduledStep | None) -> list[tuple[str, int]]:
@@ -98,12 +75,31 @@ def test_pure_decode_is_said_to_be() -> None:
     assert shape(step) == [("a", 1), ("b", 1)]
 
 
-def test_a_prompt_of_one_token_is_a_prefill() -> None:
-    scheduler = make_scheduler()
+def test_a_step_of_one_token_each_is_a_decode_whatever_the_tokens_are() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
     scheduler.add(make_request("a", prompt=1))
     step = scheduler.schedule()
     assert step is not None
-    assert not step.is_decode
+    assert step.is_decode
+    scheduler.commit(step, [7])
+    scheduler.add(make_request("b", prompt=4))
+    assert run_step(scheduler) == [("a", 1), ("b", 3)]
+    step = scheduler.schedule()
+    assert shape(step) == [("a", 1), ("b", 1)]
+    assert step is not None
+    assert step.is_decode
+
+
+def test_chunks_of_one_token_are_decodes_and_sampled_at_the_end_only() -> None:
+    scheduler = make_scheduler(max_num_seqs=1, max_num_batched_tokens=1)
+    scheduler.add(make_request("a", prompt=3))
+    seen = []
+    for _ in range(3):
+        step = scheduler.schedule()
+        assert step is not None
+        seen.append((step.is_decode, step.rows[0].needs_sample))
+        scheduler.commit(step, [7 if step.rows[0].needs_sample else None])
+    assert seen == [(True, False), (True, False), (True, True)]
 
 
 def test_a_started_prompt_goes_before_a_waiting_one() -> None:
@@ -134,16 +130,15 @@ def test_a_request_that_does_not_fit_yet_waits_and_keeps_its_place() -> None:
     assert run_step(scheduler) == [("large", 10), ("small", 2)]
 
 
-def test_blocks_for_prompt_and_answer_are_taken_at_admission() -> None:
-    scheduler = make_scheduler()
-    request = make_request("a", prompt=5, max_tokens=6)
+def test_blocks_are_taken_for_the_tokens_of_each_step() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=6)
+    request = make_request("a", prompt=10, max_tokens=6)
     scheduler.add(request)
-    scheduler.schedule()
-    blocks = list(request.block_ids)
-    assert len(blocks) == 3
-    run_step(scheduler)
-    run_step(scheduler)
-    assert request.block_ids == blocks
+    num_blocks = []
+    while scheduler.has_requests:
+        num_blocks.append(len(request.block_ids))
+        run_step(scheduler)
+    assert num_blocks == [0, 2, 3, 3, 3, 4, 4]  # 6 tokens, 10, 11, 12, 13, 14, 15
 
 
 @pytest.mark.parametrize(("prompt", "fits"), [(17, True), (18, False)])
@@ -173,12 +168,40 @@ def test_abort_frees_blocks_of_running_and_forgets_waiting() -> None:
     assert run_step(scheduler) == [("c", 5)]
 
 
-def test_abort_of_the_last_request_takes_back_blocks_that_nobody_noted() -> None:
+@pytest.mark.parametrize("method", ["allocate", "share", "free"])
+def test_books_torn_by_an_interrupt_are_made_anew_once_nobody_is_there(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scheduler = make_scheduler()
-    scheduler.add(make_request("a", 5))
-    scheduler.allocator.allocate(3)
+    for _ in range(2):  # the second one shares the blocks of the first, which stays for the third
+        request = make_request("a", 9, max_tokens=1)
+        scheduler.add(request)
+        run_step(scheduler)
+    original = getattr(scheduler.allocator, method)
+
+    def interrupted(*args: object) -> None:
+        original(*args)
+        raise KeyboardInterrupt
+
+    scheduler.add(make_request("a", 9, max_tokens=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.allocator, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_step(scheduler)
     scheduler.abort(["a"])
+    assert not scheduler.has_requests
     assert scheduler.allocator.num_free == scheduler.allocator.num_usable
+    assert len(scheduler.allocator.prefix_cache) == 0
+    scheduler.add(make_request("a", 9))
+    assert run_step(scheduler) == [("a", 9)]
+
+
+def test_an_abort_alone_keeps_the_prefix_cache() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 9))
+    run_step(scheduler)
+    scheduler.abort(["a"])
+    assert len(scheduler.allocator.prefix_cache) == 2
 
 
 def test_a_step_that_is_not_committed_is_scheduled_again() -> None:
@@ -220,7 +243,7 @@ def test_every_request_ends_with_its_tokens_and_no_limit_is_passed(
         assert sum(row.num_new_tokens for row in step.rows) <= scheduler.max_num_batched_tokens
         assert len(step.rows) <= len(scheduler.running) <= max_num_seqs
         assert all(row.num_new_tokens >= 1 for row in step.rows)
-        assert {r.request_id for r in scheduler.running if not r.is_prefilling} <= {
+        assert {r.request_id for r in scheduler.running if r.num_pending_tokens == 1} <= {
             row.request.request_id for row in step.rows
         }
         started += [row.request.request_id for row in step.rows if row.request.request_id not in started]
