@@ -26,6 +26,7 @@ from breakgraph.graph.leaks import find_holders
 from breakgraph.graph.modes import ExecMode, capture_window
 from breakgraph.graph.outputs import OutputBuffer
 from breakgraph.graph.plan import OutputPolicy, Plan
+from breakgraph.graph.report import CaptureCost
 from breakgraph.graph.tree import Tree
 
 
@@ -89,6 +90,9 @@ class PlanFamily:
     ) -> Plan:
         """Capture ``fn``.
 
+        On CUDA this restarts torch's peak memory statistics of the device (``torch.cuda.max_memory_allocated``), which
+        the plan's own peak is read from.
+
         Args:
             fn: Reads its inputs from tensors that stay where they are; returns a tree of tensors and constants.
             label: Shown in reports and errors.
@@ -125,11 +129,17 @@ class PlanFamily:
                 restore()
                 places = self._outputs.place(warmed)
                 del warmed
-                before = self._pool.reserved_bytes
+                before, driver_before = self._pool.reserved_bytes, self.device.driver_bytes()
                 builder = self._build(fn, breaks, places)
-            growth = self._pool.reserved_bytes - before
+            driver_after = self.device.driver_bytes()
+            cost = CaptureCost(
+                pool_peak_bytes=builder.pool_peak_bytes,
+                pool_growth_bytes=self._pool.reserved_bytes - before,
+                driver_bytes=None if driver_after is None or driver_before is None else driver_after - driver_before,
+                capture_sec=time.perf_counter() - started,
+            )
             steps, pins = builder.hand_over()
-            plan = Plan(self, label, steps, pins, places, mode, outputs, growth, time.perf_counter() - started)
+            plan = Plan(self, label, steps, pins, places, mode, outputs, cost)
             self._plans.append(plan)
         return plan
 
