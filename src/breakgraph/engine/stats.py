@@ -24,6 +24,8 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
         "num_free_kv_blocks": engine.scheduler.allocator.num_free,
         "kv_cache_bytes": kv.num_bytes,
         "pool_bytes": engine.family.pool_bytes,
+        "output_bytes": engine.family.output_bytes,
+        "estimated_memory": engine.memory.to_dict(),
         "num_running": len(engine.scheduler.running),
         "num_waiting": len(engine.scheduler.waiting),
         "runners": {phase: runner_stats(runner) for phase, runner in engine.runners.items()},

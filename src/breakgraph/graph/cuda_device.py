@@ -226,18 +226,17 @@ class CudaDevice(Device):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
-    @contextmanager
-    def peak(self) -> Iterator[Peak]:
+    def peak_of(self, run: Callable[[], object]) -> Peak:
         device = self.torch_device
         self.synchronize()
         self.release_cached()
         torch.cuda.reset_peak_memory_stats(device)
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        measured = Peak()
-        yield measured
+        run()
         self.synchronize()
-        measured.allocated_bytes = torch.cuda.max_memory_allocated(device) - allocated
-        measured.reserved_bytes = torch.cuda.max_memory_reserved(device) - reserved
+        return Peak(
+            torch.cuda.max_memory_allocated(device) - allocated, torch.cuda.max_memory_reserved(device) - reserved
+        )
 
     def driver_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self.torch_device)

@@ -17,14 +17,13 @@ import torch
 from breakgraph.errors import UnknownNameError
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Peak:
-    """What something took at its most, beyond what was held before. Filled when :meth:`Device.peak` ends without an
-    error; None on a device that does not measure it.
+    """What something took at its most, beyond what was held before; None on a device that does not measure it.
 
     Attributes:
-        allocated_bytes: Of tensors that were alive at the same time.
-        reserved_bytes: Of what torch took from the driver for them: rounding and pieces that fit nothing are in it.
+        allocated_bytes: Tensors that were alive at the same time.
+        reserved_bytes: What torch took from the driver for them: rounding and pieces that fit nothing are in it.
     """
 
     allocated_bytes: int | None = None
@@ -209,9 +208,9 @@ class Device(ABC):
         """Wait for everything that was launched."""
 
     @abstractmethod
-    def peak(self) -> AbstractContextManager[Peak]:
-        """Measure what the body takes. On CUDA this gives cached memory back and restarts torch's peak statistics of
-        the device; other threads' allocations count."""
+    def peak_of(self, run: Callable[[], object]) -> Peak:
+        """Measure what ``run`` takes; it must not capture. On CUDA this gives cached memory back and restarts torch's
+        peak statistics of the device; other threads' allocations count."""
 
     @abstractmethod
     def driver_bytes(self) -> int | None:
