@@ -62,16 +62,20 @@ class PlanFamily:
         """Bytes of the shared output buffer."""
         return self._outputs.nbytes
 
-    def reserve(self, nbytes: int) -> None:
-        """Make room in the pool, in one piece, before the first capture.
+    def reserve(self, nbytes: int, output_bytes: int = 0) -> None:
+        """Make room in the pool, in one piece, and for the outputs, before the first capture.
 
         Plans whose tensors differ in size then split one run between them; without it each brings blocks of its own
-        sizes, and the pool grows beyond what the largest plan needs.
+        sizes, and the pool grows beyond what the largest plan needs. An output buffer that is made after a warm-up may
+        lie in memory that the warm-up used, and keep all of that from going back to the driver.
 
         Args:
             nbytes: What the largest plan needs: :attr:`pool_bytes` of a family that captured it alone.
+            output_bytes: The same of :attr:`output_bytes`.
         """
         with self._exclusive("a reservation"), self.device.on_stream(self._stream):
+            self.device.release_cached()
+            self._outputs.reserve(output_bytes)
             self._pool.reserve(nbytes)
 
     def window(self) -> AbstractContextManager[None]:
