@@ -74,12 +74,14 @@ def test_measuring_needs_the_reserved_block_only(
 ) -> None:
     allocated: list[int] = []
     measured: list[int] = []
+    runners: list[Runner] = []
     measure, allocate = Runner.measure_memory, KVCacheBuffers.allocate
 
     def measure_and_count(runner: Runner, num_long_reqs: int) -> PhaseMemory:
         with FlopCounterMode(display=False) as counter:
             memory = measure(runner, num_long_reqs)
         measured.append(counter.get_total_flops())
+        runners.append(runner)
         assert allocated == [1]
         assert num_long_reqs == 8
         return memory
@@ -95,6 +97,9 @@ def test_measuring_needs_the_reserved_block_only(
     assert measured[0] > 16 * 2 * (2 * 64 * 96) * 2
     assert measured[1] > 8 * 2 * (2 * 64 * 96) * 2
     assert allocated == [1, 65]
+    for runner in runners:
+        with pytest.raises(ClosedError):
+            runner.warm_up()
     assert engine.memory.pool_bytes == max(phase.pool_bytes for phase in engine.memory.phases) > 0
     engine.close()
 

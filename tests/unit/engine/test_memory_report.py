@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from breakgraph import LLM
+from breakgraph.engine.config import EngineConfig
+from breakgraph.engine.loading import load_engine
 from breakgraph.errors import ClosedError
 from breakgraph.graph import Peak
 from breakgraph.graph.cpu_device import CpuDevice
+from tiny_models import tiny_model
 from unit.engine.small import SMALL
+
+ENGINE = {name: value for name, value in SMALL.items() if name != "use_tqdm"}
 
 
 def test_the_report_adds_up(llm: LLM) -> None:
@@ -38,8 +44,7 @@ def test_the_report_adds_up(llm: LLM) -> None:
     )
     # Prefill: three int64 a token and one a request. Decode: four int64, the length and a block table of 8 a request.
     assert report.input_bytes == 16 * 3 * 8 + 8 * 8 + 8 * (4 * 8 + 4 + 8 * 4)
-    parameters = llm.engine.runners["prefill"].forward.__closure__[0].cell_contents.module.parameters()  # type: ignore[union-attr, index]
-    weights = sum(p.nbytes for p in parameters)
+    weights = sum(p.nbytes for p in tiny_model("llama", "eager").parameters())
     assert weights <= report.weight_bytes < weights + 4096  # and rope tables
     as_json = json.loads(json.dumps(report.to_dict()))
     assert as_json["buckets"][0]["activation_bytes"] == by_bucket["prefill", 16]
@@ -116,3 +121,46 @@ def test_each_phase_is_measured_alone(llama_folder: Path, device: torch.device) 
             alone[phase] = next(p for p in llm.memory_report().estimate.phases if p.phase == phase)
     assert {p.phase: p.pool_peak_bytes for p in both.phases} == {p: a.pool_peak_bytes for p, a in alone.items()}
     assert both.pool_bytes == max(a.pool_bytes for a in alone.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "runs_eagerly"),
+    [
+        ({}, [False, False]),
+        ({"prefill_buckets": (4,)}, [True, False]),
+        ({"decode_buckets": (2,)}, [False, True]),
+        ({"decode_backend": "eager"}, [False, True]),
+    ],
+)
+def test_which_phases_keep_eager_steps(
+    llama_folder: Path, device: torch.device, options: dict[str, Any], runs_eagerly: list[bool]
+) -> None:
+    engine = load_engine(EngineConfig(model=str(llama_folder), device=str(device), **{**ENGINE, **options}))
+    assert [phase.runs_eagerly for phase in engine.memory.phases] == runs_eagerly
+    engine.close()
+
+
+def test_a_capture_reserves_what_was_measured_and_gives_the_rest_back(
+    llama_folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load_engine(EngineConfig(model=str(llama_folder), device=str(device), **ENGINE))
+    calls: list[Any] = []
+
+    def noted(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **options: Any) -> Any:
+            calls.append((name, *args) if name == "reserve" else name)
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    noted(engine.family, "reserve")
+    noted(engine.family, "capture")
+    noted(engine.family.device, "release_cached")
+    engine.capture()
+    assert calls == [
+        ("reserve", engine.memory.pool_bytes, engine.memory.output_bytes), "release_cached", *["capture"] * 4,
+        "release_cached",
+    ]  # fmt: skip
+    engine.close()
