@@ -106,6 +106,7 @@ def check_bucket(engine: Engine, runner: Runner, size: int, sizes: list[int], rn
             "segments": Metric(value=report.num_segments, unit="count"),
             "breaks": Metric(value=report.num_breaks, unit="count"),
             "nodes": Metric(value=sum(s.num_nodes for s in report.steps), unit="count"),
+            "activations": Metric(value=report.pool_peak_bytes, unit="bytes"),
             "pool_growth": Metric(value=report.pool_growth_bytes, unit="bytes"),
             "capture": Metric(value=report.capture_sec, unit="s"),
             "eager_padded": Metric(value=statistics.median(times["eager"]), unit="ms"),
@@ -120,7 +121,7 @@ def capture(config: EngineConfig) -> tuple[Engine, dict[str, Metric]]:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
-    alone = {f"{phase}_largest_alone": runner.measure_pool_bytes() for phase, runner in engine.runners.items()}
+    alone = {f"{phase.phase}_largest_alone": phase.pool_bytes for phase in engine.memory.phases}
     start = time.perf_counter()
     engine.capture()
     torch.cuda.synchronize()

@@ -19,7 +19,7 @@ ENGINE = """
 """
 SAMPLING = "--ignore-eos --max-tokens --min-p --stop --stop-token-ids --temperature --top-k --top-p"
 OPTIONS = {
-    "capture": f"--explain {ENGINE}",
+    "capture": f"--explain --memory {ENGINE}",
     "demo": "--cache-dir --device",
     "env": "--json",
     "generate": f"--chat --json --prompt --prompt-token-ids {SAMPLING} {ENGINE}",

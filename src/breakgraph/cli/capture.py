@@ -9,6 +9,7 @@ from breakgraph.cli import engine_options as options
 
 if TYPE_CHECKING:
     from breakgraph.engine.llm import LLM
+    from breakgraph.engine.memory_report import MemoryReport
     from breakgraph.graph import PlanReport, ShapeKey
 
 MIB = 1 << 20
@@ -25,6 +26,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--explain", action="store_true", help="also print the largest plan of each phase, step by step"
     )
+    parser.add_argument("--memory", action="store_true", help="also print what each bucket and the whole engine take")
     options.add_engine_options(parser)
 
 
@@ -34,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
 
     with LLM(**options.engine_options(args)) as llm:
         print_captured(llm)
+        if args.memory:
+            print_memory(llm.memory_report())
         if args.explain:
             for report in _largest(llm.explain()):
                 print(f"\n{report}")
@@ -70,6 +74,54 @@ def print_captured(llm: LLM) -> None:
         f"{stats['num_kv_blocks']} blocks",
         highlight=False,
     )
+
+
+def print_memory(report: MemoryReport) -> None:
+    """Two tables in MiB: buckets, and what is held in all."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print("\nmemory of the buckets, MiB")
+    buckets = Table("phase", box=None, pad_edge=False)
+    for name in ("bucket", "activations", "boundaries", "outputs", "pool growth", "driver"):
+        buckets.add_column(name, justify="right")
+    for bucket in report.buckets:
+        sizes = (
+            bucket.activation_bytes,
+            bucket.boundary_bytes,
+            bucket.output_bytes,
+            bucket.pool_growth_bytes,
+            bucket.driver_bytes,
+        )
+        buckets.add_row(bucket.phase, str(bucket.bucket), *map(_mib, sizes))
+    console.print(buckets)
+    estimate = report.estimate
+    console.print("\nmemory in all, MiB")
+    totals = Table("", box=None, pad_edge=False)
+    totals.add_column("taken", justify="right")
+    totals.add_column("estimated", justify="right")
+    rows = (
+        ("pool, shared by all buckets", report.pool_bytes, estimate.pool_bytes),
+        ("output buffer, shared by all buckets", report.output_bytes, estimate.output_bytes),
+        ("static input buffers", report.input_bytes, estimate.input_bytes),
+        ("driver, for the graphs", report.driver_bytes, estimate.driver_bytes),
+        ("graphs in all", report.graph_bytes, estimate.graph_bytes),
+    )
+    for name, taken, estimated in rows:
+        totals.add_row(name, _mib(taken), _mib(estimated))
+    totals.add_row("KV cache", _mib(report.kv_cache_bytes), "")
+    totals.add_row("weights", _mib(report.weight_bytes), "")
+    totals.add_row("a step, beside the graphs", "", _mib(estimate.step_bytes) if not report.emulated else "?")
+    totals.add_row("activation peak of the largest eager step", _mib(estimate.activation_peak_bytes), "")
+    totals.add_row("activation peak avoided", _mib(estimate.activation_peak_avoided_bytes), "")
+    console.print(totals)
+    if report.emulated:
+        console.print("? is not measured on the emulated device, whose sizes are its own", highlight=False)
+
+
+def _mib(nbytes: int | None) -> str:
+    return "?" if nbytes is None else f"{nbytes / MIB:.2f}"
 
 
 def _largest(reports: dict[ShapeKey, PlanReport]) -> list[PlanReport]:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from breakgraph.attention import KVCacheBuffers
 from breakgraph.engine.config import EngineConfig
 from breakgraph.engine.detokenizer import Detokenizer
+from breakgraph.engine.device_memory import MemoryPlan
+from breakgraph.engine.memory_report import MemoryReport, memory_report
 from breakgraph.engine.request import Request
 from breakgraph.engine.sampler import Sampler
 from breakgraph.engine.sampling import SamplingParams
@@ -35,12 +37,16 @@ class ModelFacts:
     vocab_size: int
     max_position: int
     eos_token_ids: frozenset[int]
+    weight_bytes: int
 
 
 class Engine:
     """Serves requests with one model. Not thread-safe.
 
     Made by `load_engine`. Owns: the runners, the plan family, the KV cache. Closed by: whoever loaded it.
+
+    Attributes:
+        memory: What graphs and steps were measured to need, before anything was captured.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class Engine:
         runners: Mapping[str, Runner],
         scheduler: Scheduler,
         sampler: Sampler,
+        memory: MemoryPlan,
     ) -> None:
         self.config = config
         self.facts = facts
@@ -63,6 +70,7 @@ class Engine:
         self.runners = runners
         self.scheduler = scheduler
         self.sampler = sampler
+        self.memory = memory
         self._request_ids = map(str, itertools.count())
         self._closed = False
 
@@ -74,9 +82,10 @@ class Engine:
         """Captures every bucket of every runner that is not captured yet. On failure nothing of that runner is kept."""
         self._check_open()
         # One run of memory for the largest plan of any phase, which all others are split from.
-        self.family.reserve(max(runner.measure_pool_bytes() for runner in self.runners.values()))
+        self.family.reserve(self.memory.pool_bytes, self.memory.output_bytes)
         for runner in self.runners.values():
             runner.capture(progress(runner))
+        self.family.device.release_cached()  # warm-ups run beside the pool, and what they took is not needed again
 
     def make_request(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None = None
@@ -140,6 +149,11 @@ class Engine:
         """JSON-able counts, units in the names."""
         self._check_open()
         return engine_stats(self)
+
+    def memory_report(self) -> MemoryReport:
+        """What each captured bucket needs, and what the engine holds."""
+        self._check_open()
+        return memory_report(self)
 
     def explain(self) -> dict[ShapeKey, PlanReport]:
         """What was captured, by key, largest bucket of each runner first."""

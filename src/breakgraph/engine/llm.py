@@ -19,6 +19,7 @@ from breakgraph.errors import ConfigError, UnknownNameError
 from breakgraph.runners import Runner
 
 if TYPE_CHECKING:
+    from breakgraph.engine.memory_report import MemoryReport
     from breakgraph.graph import PlanReport, ShapeKey
 
 Message = Mapping[str, Any]
@@ -115,6 +116,10 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """What was captured and what ran how, for each runner; JSON-able, units in the names."""
         return self.engine.stats()
+
+    def memory_report(self) -> MemoryReport:
+        """What each captured bucket needs and what is held in all, in bytes; `to_dict()` of it is JSON-able."""
+        return self.engine.memory_report()
 
     def explain(self) -> dict[ShapeKey, PlanReport]:
         """The report of every captured plan; str() of one is for people."""

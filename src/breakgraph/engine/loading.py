@@ -14,14 +14,22 @@ from breakgraph.attention import AttentionBackend, KVCacheBuffers, make_attentio
 from breakgraph.attention.kv_buffers import kv_bytes_per_block
 from breakgraph.backends import backend_class, make_backend
 from breakgraph.engine.config import EngineConfig, Hardware, ModelLimits, resolve
-from breakgraph.engine.device_memory import available_kv_bytes
+from breakgraph.engine.device_memory import MemoryPlan, free_bytes, kv_budget, log_plan, measure_sampler
 from breakgraph.engine.engine import Engine, ModelFacts
 from breakgraph.engine.kv_cache import BlockAllocator, KVDemand, choose_num_blocks
 from breakgraph.engine.sampler import Sampler
 from breakgraph.engine.scheduler import Scheduler
 from breakgraph.errors import ConfigError
 from breakgraph.graph import PlanFamily
-from breakgraph.runners import DecodeRunner, PrefillRunner, SlottedPrefillRunner, decode_spec, prefill_spec
+from breakgraph.runners import (
+    DecodeRunner,
+    PhaseMemory,
+    PrefillRunner,
+    SlottedPrefillRunner,
+    decode_spec,
+    prefill_spec,
+    unused_buckets,
+)
 from breakgraph.runners.base import Forward, Runner
 
 if TYPE_CHECKING:
@@ -31,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_engine(config: EngineConfig) -> Engine:
-    """Loads the model, sizes and allocates the KV cache, warms up both runners. Captures nothing.
+    """Loads the model, measures what its steps need, sizes and allocates the KV cache. Keeps no capture.
 
     Raises ConfigError (or one of its kinds) for whatever the config asks that cannot be had.
     """
@@ -48,25 +56,28 @@ def load_engine(config: EngineConfig) -> Engine:
     attention = make_attention(
         config.attention, device, dtype, model.layers, block_size=config.block_size, in_graph=in_graph
     )
+    memory = _measure(config, model, attention)
     with ExitStack() as on_failure:
+        # After measuring, so that it gets the stream which libraries keep a workspace for by now.
         family = PlanFamily(device)
         on_failure.callback(family.close)
-        kv = _allocate_kv(config, model, attention, family)
+        kv = _allocate_kv(config, model, memory)
         attention.bind(kv)
         runners = _make_runners(config, model, attention, family, kv.num_blocks)
         for runner in runners:
             on_failure.callback(runner.close)
             runner.allocate()
-            runner.warm_up()
+            _warn_of_ladder(runner, memory)
         engine = Engine(
             config=config,
-            facts=ModelFacts(model.vocab_size, model.max_position, frozenset(model.eos_token_ids)),
+            facts=ModelFacts(model.vocab_size, model.max_position, frozenset(model.eos_token_ids), model.num_bytes),
             tokenizer=load_tokenizer(source),
             family=family,
             kv=kv,
             runners={runner.spec.phase: runner for runner in runners},
             scheduler=_make_scheduler(config, kv.num_blocks),
             sampler=Sampler(device, config.seed),
+            memory=memory,
         )
         on_failure.pop_all()
     return engine
@@ -74,39 +85,72 @@ def load_engine(config: EngineConfig) -> Engine:
 
 def _check_backends(config: EngineConfig) -> None:
     """Before the weights are read."""
-    backend_class(config.decode_backend)
-    if config.prefill_request_slots is not None and not backend_class(config.prefill_backend).records_breaks:
+    prefill, _ = backend_class(config.prefill_backend), backend_class(config.decode_backend)
+    if config.prefill_request_slots is not None and not prefill.records_breaks:
         raise ConfigError(
             f"prefill_request_slots={config.prefill_request_slots} is for prefill_backend='full'; with "
             f"{config.prefill_backend!r} a bucket takes any number of requests, so leave it out"
         )
 
 
-def _allocate_kv(
-    config: EngineConfig, model: HFModel, attention: AttentionBackend, family: PlanFamily
-) -> KVCacheBuffers:
+def _measure(config: EngineConfig, model: HFModel, attention: AttentionBackend) -> MemoryPlan:
+    """Runs and captures the largest steps on a KV cache of nothing but the reserved block."""
     device, sizes = torch.device(config.device), config.sizes
-    demand = KVDemand(
+    attention.bind(KVCacheBuffers.allocate(model.layers, 1, config.block_size, model.dtype, device))
+    bytes_per_request = _kv_demand(config, model).blocks_per_seq * _kv_demand(config, model).bytes_per_block
+    # No more long requests than could be in memory, however little else there is.
+    num_long_reqs = max(1, min(sizes.max_num_seqs, free_bytes(device) // bytes_per_request))
+
+    def measure_runner(index: int) -> PhaseMemory:
+        with PlanFamily(device) as family, ExitStack() as stack:
+            runner = _make_runners(config, model, attention, family, num_blocks=1)[index]
+            stack.callback(runner.close)
+            runner.allocate()
+            return runner.measure_memory(num_long_reqs)
+
+    plan = MemoryPlan(
+        phases=(measure_runner(0), measure_runner(1)),
+        sampler=measure_sampler(device, sizes.max_num_seqs, model.vocab_size, model.dtype),
+    )
+    log_plan(plan)
+    return plan
+
+
+def _kv_demand(config: EngineConfig, model: HFModel) -> KVDemand:
+    return KVDemand(
         bytes_per_block=kv_bytes_per_block(model.layers, config.block_size, model.dtype),
         block_size=config.block_size,
-        max_model_len=sizes.max_model_len,
-        max_num_seqs=sizes.max_num_seqs,
-        fill_memory=config.enable_prefix_caching and device.type == "cuda",
+        max_model_len=config.sizes.max_model_len,
+        max_num_seqs=config.sizes.max_num_seqs,
+        fill_memory=config.enable_prefix_caching and torch.device(config.device).type == "cuda",
     )
 
-    def allocate(num_blocks: int) -> KVCacheBuffers:
-        return KVCacheBuffers.allocate(model.layers, num_blocks, config.block_size, model.dtype, device)
 
-    def run_largest_step() -> None:
-        # Only the reserved block exists yet; warming up touches no other.
-        attention.bind(allocate(1))
-        for runner in _make_runners(config, model, attention, family, num_blocks=1):
-            runner.warm_up()
-
-    available = 0
+def _allocate_kv(config: EngineConfig, model: HFModel, memory: MemoryPlan) -> KVCacheBuffers:
+    device, available = torch.device(config.device), 0
     if config.num_gpu_blocks_override is None:
-        available = available_kv_bytes(device, config.gpu_memory_utilization, run_largest_step)
-    return allocate(choose_num_blocks(demand, available, config.num_gpu_blocks_override))
+        available = kv_budget(device, config.gpu_memory_utilization, memory, num_tensors=2 * len(model.layers))
+    num_blocks = choose_num_blocks(_kv_demand(config, model), available, config.num_gpu_blocks_override)
+    return KVCacheBuffers.allocate(model.layers, num_blocks, config.block_size, model.dtype, device)
+
+
+def _warn_of_ladder(runner: Runner, memory: MemoryPlan) -> None:
+    """Says what an explicit ladder costs: too short, it keeps the memory of eager steps; too long, captures."""
+    spec, option = runner.spec, f"{runner.spec.phase}_buckets"
+    if not runner.backend.captures:
+        return
+    if spec.ladder[-1] < spec.max_size:
+        peak = next(phase.eager.allocated_bytes for phase in memory.phases if phase.phase == spec.phase)
+        kept = "an activation peak (not measured on the emulated device)" if peak is None else (
+            f"an activation peak of {peak / 2**30:.2f} GiB")  # fmt: skip
+        logger.warning(
+            "%s: the largest bucket is %d, the scheduler can send %d: larger steps run eagerly, are counted, and keep "
+            "%s beside the graphs; end the list with %d",
+            option, spec.ladder[-1], spec.max_size, kept, spec.max_size,
+        )  # fmt: skip
+    unused = unused_buckets(spec.ladder, spec.max_size)
+    if unused:
+        logger.warning("%s: buckets %s are never used: the scheduler sends %d at most", option, unused, spec.max_size)
 
 
 def _make_runners(

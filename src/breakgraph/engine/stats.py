@@ -29,6 +29,8 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
         "num_cached_kv_blocks": len(scheduler.allocator.prefix_cache),
         "kv_cache_bytes": kv.num_bytes,
         "pool_bytes": engine.family.pool_bytes,
+        "output_bytes": engine.family.output_bytes,
+        "estimated_memory": engine.memory.to_dict(),
         "num_running": len(scheduler.running),
         "num_waiting": len(scheduler.waiting),
         "num_prompt_tokens": scheduler.num_prompt_tokens,

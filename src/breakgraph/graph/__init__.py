@@ -1,6 +1,6 @@
 """The capture library: CUDA-graph segments with eager breaks between them. See README.md in this folder."""
 
-from breakgraph.graph.device import get_device
+from breakgraph.graph.device import Device, Peak, get_device
 from breakgraph.graph.eager_break import EagerBreak, break_graph, eager_on_graph, mark_eager
 from breakgraph.graph.family import PlanFamily
 from breakgraph.graph.plan import OutputPolicy, Plan
@@ -8,8 +8,10 @@ from breakgraph.graph.report import PlanReport, StepReport
 from breakgraph.graph.shape_key import ShapeKey
 
 __all__ = [
+    "Device",
     "EagerBreak",
     "OutputPolicy",
+    "Peak",
     "Plan",
     "PlanFamily",
     "PlanReport",

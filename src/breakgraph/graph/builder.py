@@ -81,6 +81,11 @@ class CaptureBuilder:
             raise
 
     @property
+    def pool_peak_bytes(self) -> int:
+        """Most bytes of the pool that the plan had in use at the same time."""
+        return self._session.pool_peak_bytes
+
+    @property
     def new_blocks(self) -> list[Block]:
         """Pool blocks that are live now and were not before this capture."""
         older = {block.address for block in self._older}

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from breakgraph.errors import UndeclaredWriteError
 from breakgraph.graph.cpu_pool import CpuPool
 from breakgraph.graph.cpu_record import Allocation, CpuRecorder, TapeEntry, is_host, tag_host
-from breakgraph.graph.device import CaptureSession, Device, Pool, Segment
+from breakgraph.graph.device import CaptureSession, Device, Peak, Pool, Segment
 from breakgraph.graph.effects import allocates_only, reads_and_writes
 from breakgraph.graph.refusals import HostReadGuard
 
@@ -52,6 +52,8 @@ class CpuCapture(CaptureSession):
 
     def __init__(self, pool: CpuPool, check_storage: Callable[[torch.UntypedStorage], None]) -> None:
         self._pool = pool
+        self._older_bytes = 0
+        self.pool_peak_bytes = 0
         self._recorder = CpuRecorder(pool, check_storage)
         self._guard = HostReadGuard(lambda t: not is_host(t), tag_host)
         self._scope = ExitStack()
@@ -59,6 +61,7 @@ class CpuCapture(CaptureSession):
     def __enter__(self) -> CpuCapture:
         self._scope.enter_context(self._guard)
         self._scope.enter_context(self._recorder)
+        self._older_bytes = self._pool.restart_peak()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -73,6 +76,7 @@ class CpuCapture(CaptureSession):
         tape, pins = self._recorder.tape, list(self._recorder.pins.values())
         assert tape is not None, "no segment is open"
         self.abort()
+        self.pool_peak_bytes = self._pool.peak_bytes - self._older_bytes
         return CpuSegment(self._pool, tape, pins)
 
     def abort(self) -> None:
@@ -177,6 +181,17 @@ class CpuDevice(Device):
 
     def synchronize(self) -> None:
         """Nothing runs behind the host's back here."""
+
+    def peak_of(self, run: Callable[[], object]) -> Peak:
+        """Not measured here: what runs eagerly takes ordinary memory of the host."""
+        run()
+        return Peak()
+
+    def driver_bytes(self) -> None:
+        return None
+
+    def release_cached(self) -> None:
+        """Nothing is cached here."""
 
     def check_usable(self) -> None:
         """The emulation holds no state outside its objects, so it is always usable."""

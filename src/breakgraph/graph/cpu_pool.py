@@ -43,6 +43,9 @@ class CpuPool(Pool):
     """Best-fit allocation from arenas, split and merged; a block is free once no tensor refers to its storage.
 
     Owns: the arenas. Closed by: its plan family.
+
+    Attributes:
+        peak_bytes: Most bytes in use at the same time since :meth:`restart_peak`.
     """
 
     def __init__(self) -> None:
@@ -51,6 +54,8 @@ class CpuPool(Pool):
         self._free: list[tuple[int, int]] = []  # (nbytes, address), sorted: best fit first, lowest address first
         self._live: dict[int, tuple[int, StorageWeakRef]] = {}
         self._views: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._live_bytes = 0
+        self.peak_bytes = 0
 
     @property
     def reserved_bytes(self) -> int:
@@ -72,6 +77,12 @@ class CpuPool(Pool):
     def live_blocks(self) -> list[Block]:
         self._sweep()
         return [Block(address, nbytes) for address, (nbytes, _) in sorted(self._live.items())]
+
+    def restart_peak(self) -> int:
+        """Count :attr:`peak_bytes` from now on; returns the bytes in use now."""
+        self._sweep()
+        self.peak_bytes = self._live_bytes
+        return self._live_bytes
 
     def empty_strided(self, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
         """An uninitialised pool tensor whose storage has at least ``nbytes`` bytes."""
@@ -102,6 +113,8 @@ class CpuPool(Pool):
             insort(self._free, (have - need, address + need))
         storage = self._storage_at(address, nbytes)
         self._live[address] = (need, StorageWeakRef(storage))
+        self._live_bytes += need
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
         return storage
 
     def _grow(self, need: int) -> None:
@@ -118,6 +131,7 @@ class CpuPool(Pool):
             return
         for address in dead:
             nbytes, _ = self._live.pop(address)
+            self._live_bytes -= nbytes
             self._free.append((nbytes, address))
         merged: list[tuple[int, int]] = []
         for nbytes, address in sorted(self._free, key=lambda run: run[1]):
@@ -187,6 +201,7 @@ class CpuPool(Pool):
         self._bases.clear()
         self._free.clear()
         self._live.clear()
+        self._live_bytes = 0
         self._views.clear()
 
 

@@ -14,7 +14,7 @@ import torch
 from breakgraph.errors import CaptureUnavailableError, EmptySegmentError
 from breakgraph.graph.cuda_pool import CudaPool
 from breakgraph.graph.cuda_record import CudaRecorder
-from breakgraph.graph.device import CaptureSession, Device, Pool, Segment
+from breakgraph.graph.device import CaptureSession, Device, Peak, Pool, Segment
 from breakgraph.graph.refusals import HostReadGuard
 
 
@@ -69,10 +69,15 @@ class CudaCapture(CaptureSession):
         self._guard = HostReadGuard(lambda t: t.is_cuda, None)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._scope = ExitStack()
+        self.pool_peak_bytes = 0
+        self._older_bytes = 0
+        self._begun_with = 0
 
     def __enter__(self) -> CudaCapture:
         self._scope.enter_context(self._guard)
         self._scope.enter_context(self._recorder)
+        self._pool.refresh()
+        self._older_bytes = self._pool.live_bytes
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -88,6 +93,9 @@ class CudaCapture(CaptureSession):
 
     def begin(self) -> None:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
+        # Nothing of the pool comes or goes between segments, so what was in use at the end of the last one still is.
+        torch.cuda.reset_peak_memory_stats(self._stream.device)
+        self._begun_with = self._active_bytes("current")
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
             self._graph = graph
@@ -106,6 +114,10 @@ class CudaCapture(CaptureSession):
             self.abort()
             raise
         self._graph = None
+        # While a segment is open, this thread allocates from the pool only: torch's peak is the pool's.
+        risen = self._active_bytes("peak") - self._begun_with
+        in_use = self._pool.live_bytes - self._older_bytes
+        self.pool_peak_bytes = max(self.pool_peak_bytes, in_use + risen)
         segment = CudaSegment(graph, self._recorder.num_ops, pins)
         if segment.num_ops and not segment.num_nodes:
             self._pool.keep(graph)
@@ -114,6 +126,9 @@ class CudaCapture(CaptureSession):
                 "launched on a stream that is not being captured; use the current stream, or warm up on it"
             )
         return segment
+
+    def _active_bytes(self, which: str) -> int:
+        return int(torch.cuda.memory_stats_as_nested_dict(self._stream.device)["active_bytes"]["all"][which])
 
     def _end_graph(self, graph: torch.cuda.CUDAGraph) -> None:
         with torch.cuda.stream(self._stream), warnings.catch_warnings():
@@ -210,6 +225,25 @@ class CudaDevice(Device):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def peak_of(self, run: Callable[[], object]) -> Peak:
+        device = self.torch_device
+        self.synchronize()
+        self.release_cached()
+        torch.cuda.reset_peak_memory_stats(device)
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        run()
+        self.synchronize()
+        return Peak(
+            torch.cuda.max_memory_allocated(device) - allocated, torch.cuda.max_memory_reserved(device) - reserved
+        )
+
+    def driver_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return total - free - torch.cuda.memory_reserved(self.torch_device)
+
+    def release_cached(self) -> None:
+        torch.cuda.empty_cache()
 
     def check_usable(self) -> None:
         if self._broken is not None:

@@ -26,6 +26,9 @@ class CudaPool(Pool):
     """Owns: the MemPool, without which a pool whose only graph is gone fails an internal check of the allocator.
 
     Closed by: its plan family, after every graph on it.
+
+    Attributes:
+        live_bytes: Bytes in use at the last :meth:`refresh`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,6 +37,7 @@ class CudaPool(Pool):
         self._ranges: list[tuple[int, int]] = []
         self._views: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._kept: list[torch.cuda.CUDAGraph] = []
+        self.live_bytes = 0
 
     def keep(self, graph: torch.cuda.CUDAGraph) -> None:
         """Hold a failed graph until the pool closes: once no graph is on it, the host allocator refuses the pool."""
@@ -51,7 +55,9 @@ class CudaPool(Pool):
         return torch.cuda.memory_snapshot(self.id, include_traces=False)  # type: ignore[no-any-return]
 
     def refresh(self) -> None:
-        self._ranges = [(s["address"], s["address"] + s["total_size"]) for s in self._snapshot()]
+        segments = self._snapshot()
+        self._ranges = [(s["address"], s["address"] + s["total_size"]) for s in segments]
+        self.live_bytes = sum(b["size"] for s in segments for b in s["blocks"] if b["state"] != "inactive")
 
     def owns(self, address: int) -> bool:
         return any(start <= address < end for start, end in self._ranges)

@@ -9,11 +9,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from breakgraph.errors import UnknownNameError
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """What something took at its most, beyond what was held before; None on a device that does not measure it.
+
+    Attributes:
+        allocated_bytes: Tensors that were alive at the same time.
+        reserved_bytes: What torch took from the driver for them: rounding and pieces that fit nothing are in it.
+    """
+
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
 
 
 class Block(NamedTuple):
@@ -96,7 +110,13 @@ class CaptureSession(ABC):
 
     A context manager: it watches the dispatcher from entry to exit, so that captured code may open and close modes of
     its own anywhere. Between segments it lets everything through.
+
+    Attributes:
+        pool_peak_bytes: Most bytes of the pool that this plan had in use at the same time, in the segments closed so
+            far: activations, boundaries, and what operators take for themselves, rounded up as the allocator rounds.
     """
+
+    pool_peak_bytes: int
 
     @abstractmethod
     def __enter__(self) -> CaptureSession: ...
@@ -186,6 +206,20 @@ class Device(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait for everything that was launched."""
+
+    @abstractmethod
+    def peak_of(self, run: Callable[[], object]) -> Peak:
+        """Measure what ``run`` takes; it must not capture. On CUDA this gives cached memory back and restarts torch's
+        peak statistics of the device; other threads' allocations count."""
+
+    @abstractmethod
+    def driver_bytes(self) -> int | None:
+        """Memory in use that torch's allocator does not hold: contexts, code, graphs, other processes. None where there
+        is no driver. Take the difference of two calls; the driver hands out megabytes at a time."""
+
+    @abstractmethod
+    def release_cached(self) -> None:
+        """Give memory back that torch holds for reuse. Pools keep theirs."""
 
     @abstractmethod
     def check_usable(self) -> None:

@@ -26,6 +26,7 @@ from breakgraph.graph.leaks import find_holders
 from breakgraph.graph.modes import ExecMode, capture_window
 from breakgraph.graph.outputs import OutputBuffer
 from breakgraph.graph.plan import OutputPolicy, Plan
+from breakgraph.graph.report import CaptureCost
 from breakgraph.graph.tree import Tree
 
 
@@ -61,16 +62,20 @@ class PlanFamily:
         """Bytes of the shared output buffer."""
         return self._outputs.nbytes
 
-    def reserve(self, nbytes: int) -> None:
-        """Make room in the pool, in one piece, before the first capture.
+    def reserve(self, nbytes: int, output_bytes: int = 0) -> None:
+        """Make room in the pool, in one piece, and for the outputs, before the first capture.
 
         Plans whose tensors differ in size then split one run between them; without it each brings blocks of its own
-        sizes, and the pool grows beyond what the largest plan needs.
+        sizes, and the pool grows beyond what the largest plan needs. An output buffer that is made after a warm-up may
+        lie in memory that the warm-up used, and keep all of that from going back to the driver.
 
         Args:
             nbytes: What the largest plan needs: :attr:`pool_bytes` of a family that captured it alone.
+            output_bytes: The same of :attr:`output_bytes`.
         """
         with self._exclusive("a reservation"), self.device.on_stream(self._stream):
+            self.device.release_cached()
+            self._outputs.reserve(output_bytes)
             self._pool.reserve(nbytes)
 
     def window(self) -> AbstractContextManager[None]:
@@ -88,6 +93,9 @@ class PlanFamily:
         outputs: OutputPolicy = "borrow",
     ) -> Plan:
         """Capture ``fn``.
+
+        On CUDA this restarts torch's peak memory statistics of the device (``torch.cuda.max_memory_allocated``), which
+        the plan's own peak is read from.
 
         Args:
             fn: Reads its inputs from tensors that stay where they are; returns a tree of tensors and constants.
@@ -125,11 +133,17 @@ class PlanFamily:
                 restore()
                 places = self._outputs.place(warmed)
                 del warmed
-                before = self._pool.reserved_bytes
+                before, driver_before = self._pool.reserved_bytes, self.device.driver_bytes()
                 builder = self._build(fn, breaks, places)
-            growth = self._pool.reserved_bytes - before
+            driver_after = self.device.driver_bytes()
+            cost = CaptureCost(
+                pool_peak_bytes=builder.pool_peak_bytes,
+                pool_growth_bytes=self._pool.reserved_bytes - before,
+                driver_bytes=None if driver_after is None or driver_before is None else driver_after - driver_before,
+                capture_sec=time.perf_counter() - started,
+            )
             steps, pins = builder.hand_over()
-            plan = Plan(self, label, steps, pins, places, mode, outputs, growth, time.perf_counter() - started)
+            plan = Plan(self, label, steps, pins, places, mode, outputs, cost)
             self._plans.append(plan)
         return plan
 

@@ -28,6 +28,12 @@ class OutputBuffer:
         """Bytes held."""
         return 0 if self._bytes is None else self._bytes.numel()
 
+    def reserve(self, nbytes: int) -> None:
+        """Hold at least ``nbytes``. Plans captured earlier keep the buffer that they were captured with."""
+        if nbytes > self.nbytes:
+            with torch.inference_mode(False):
+                self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
     def place(self, outputs: Tree) -> Tree:
         """A tree like ``outputs`` with every tensor replaced by one in this buffer, of the same shape.
 
@@ -44,9 +50,7 @@ class OutputBuffer:
             like = torch.empty_like(leaf, device="meta") if not overlaps_itself(leaf) else leaf.to("meta").contiguous()
             places.append((like, end))
             end += -(-like.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
-        if end > self.nbytes:
-            with torch.inference_mode(False):
-                self._bytes = torch.empty(end, dtype=torch.uint8, device=self._device)
+        self.reserve(end)
         remaining = iter(places)
 
         def place(leaf: Any, path: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from breakgraph.graph.boundary import ResultStore
 from breakgraph.graph.device import Device, Pool, Segment
 from breakgraph.graph.eager_break import BreakSpec
 from breakgraph.graph.modes import ExecMode
-from breakgraph.graph.report import PlanReport, StepReport
+from breakgraph.graph.report import CaptureCost, PlanReport, StepReport
 from breakgraph.graph.tree import Tree, tree_leaves, tree_map
 
 if TYPE_CHECKING:
@@ -123,8 +124,7 @@ class Plan:
         places: Tree,
         mode: ExecMode,
         output_policy: OutputPolicy,
-        pool_growth_bytes: int,
-        capture_sec: float,
+        cost: CaptureCost,
     ) -> None:
         self.label = label
         self.num_replays = 0
@@ -136,8 +136,7 @@ class Plan:
         self._mode = mode
         self._policy = output_policy
         self._copied: Tree = None
-        self._pool_growth_bytes = pool_growth_bytes
-        self._capture_sec = capture_sec
+        self._cost = cost
         self._is_closed = False
 
     @property
@@ -205,9 +204,8 @@ class Plan:
             steps=tuple(step.report(next(segments) if isinstance(step, GraphStep) else 0) for step in self._steps),
             output_bytes=sum(t.numel() * t.element_size() for t in tensors),
             pinned_bytes=sum(pin.nbytes() for pin in self._pins),
-            pool_growth_bytes=self._pool_growth_bytes,
-            capture_sec=self._capture_sec,
             replays=self.num_replays,
+            **asdict(self._cost),
         )
 
     def close(self) -> None:

@@ -31,6 +31,16 @@ class StepReport:
     side_streams: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureCost:
+    """What one capture took: the fields of the same names of :class:`PlanReport`."""
+
+    pool_peak_bytes: int
+    pool_growth_bytes: int
+    driver_bytes: int | None
+    capture_sec: float
+
+
 @dataclass(frozen=True, slots=True)
 class PlanReport:
     """What was captured, what broke, what it holds.
@@ -42,7 +52,13 @@ class PlanReport:
         steps: In the order of a replay.
         output_bytes: Size of the outputs in the family's shared buffer.
         pinned_bytes: Memory outside the pool that the plan keeps alive (parameters, inputs, caches).
+        pool_peak_bytes: Most bytes of the family's pool that the plan has in use at the same time: its activations, the
+            boundaries included, sizes rounded up as the allocator rounds. Plans share the pool, so it holds the largest
+            of these figures, not their sum.
         pool_growth_bytes: Bytes this capture added to the family's pool.
+        driver_bytes: Device memory that the capture took and torch's allocator does not hold: what the driver keeps for
+            the graphs. None on the CPU device. The driver hands out megabytes at a time, and other processes count:
+            only sums over many plans mean something.
         capture_sec: Wall-clock time of the capture, warm-up included.
         replays: Replays so far.
     """
@@ -53,7 +69,9 @@ class PlanReport:
     steps: tuple[StepReport, ...]
     output_bytes: int
     pinned_bytes: int
+    pool_peak_bytes: int
     pool_growth_bytes: int
+    driver_bytes: int | None
     capture_sec: float
     replays: int
 
@@ -67,17 +85,24 @@ class PlanReport:
         """Eager breaks."""
         return sum(step.kind == "break" for step in self.steps)
 
+    @property
+    def boundary_bytes(self) -> int:
+        """Bytes copied at every replay to hand the results of breaks on; the buffers lie in the pool."""
+        return sum(step.boundary_bytes for step in self.steps)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {**asdict(self), "num_segments": self.num_segments, "num_breaks": self.num_breaks}
+        counts = {"num_segments": self.num_segments, "num_breaks": self.num_breaks}
+        return {**asdict(self), **counts, "boundary_bytes": self.boundary_bytes}
 
     def __str__(self) -> str:
         nodes = sum(step.num_nodes for step in self.steps)
         lines = [
             f"{self.label or 'plan'} on {self.device}{' (emulated)' if self.emulated else ''}: "
             f"{self.num_segments} segments, {self.num_breaks} breaks, {nodes} nodes, {self.replays} replays",
-            f"  pool +{self.pool_growth_bytes / MIB:.2f} MiB, outputs {self.output_bytes / MIB:.2f} MiB, "
-            f"pinned {self.pinned_bytes / MIB:.2f} MiB, captured in {self.capture_sec:.3f} s",
+            f"  activations {self.pool_peak_bytes / MIB:.2f} MiB, pool +{self.pool_growth_bytes / MIB:.2f} MiB, "
+            f"outputs {self.output_bytes / MIB:.2f} MiB, pinned {self.pinned_bytes / MIB:.2f} MiB, captured in "
+            f"{self.capture_sec:.3f} s",
         ]
         for step in self.steps:
             if step.kind == "segment":

@@ -63,6 +63,12 @@ class HFModel:
             ids = self._text_config.eos_token_id
         return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights and buffers; what is shared counts once."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
     def kv_cache_shapes(self, block_size: int) -> Mapping[int, tuple[tuple[int, int, int], tuple[int, int, int]]]:
         """Shapes of one block's keys and values, [block_size, num_kv_heads, head_dim], by layer."""
         return {

@@ -6,7 +6,8 @@ from breakgraph.runners.admission import EagerReason, admit
 from breakgraph.runners.base import Forward, Progress, Runner
 from breakgraph.runners.batch import Ints, StepBatch
 from breakgraph.runners.decode import DecodeRunner, decode_spec
-from breakgraph.runners.ladder import bucket_for, check_ladder, default_ladder
+from breakgraph.runners.ladder import bucket_for, check_ladder, default_ladder, unused_buckets
+from breakgraph.runners.memory import PhaseMemory
 from breakgraph.runners.prefill import PrefillRunner, SlottedPrefillRunner, prefill_spec
 from breakgraph.runners.spec import FieldSpec, Pad, PhaseSpec
 from breakgraph.runners.stats import RunnerStats
@@ -18,6 +19,7 @@ __all__ = [
     "Forward",
     "Ints",
     "Pad",
+    "PhaseMemory",
     "PhaseSpec",
     "PrefillRunner",
     "Progress",
@@ -31,4 +33,5 @@ __all__ = [
     "decode_spec",
     "default_ladder",
     "prefill_spec",
+    "unused_buckets",
 ]

@@ -6,29 +6,33 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from breakgraph.attention import AttentionBackend, AttentionMetadata, AttentionStep, use_step
-from breakgraph.backends import make_backend
 from breakgraph.errors import ClosedError, ConfigError
-from breakgraph.graph import PlanFamily
+from breakgraph.graph import Peak, get_device
 from breakgraph.runners.admission import admit
 from breakgraph.runners.batch import StepBatch
 from breakgraph.runners.buffers import StaticBuffers, live_fields
+from breakgraph.runners.memory import PhaseMemory
 from breakgraph.runners.spec import PhaseSpec
 from breakgraph.runners.stats import RunnerStats
 
 if TYPE_CHECKING:
     from breakgraph.backends import Backend
-    from breakgraph.graph import PlanReport, ShapeKey
+    from breakgraph.graph import Device, PlanReport, ShapeKey
 
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[Mapping[str, Tensor]], Tensor]
 """From the spec's fields, by name, to logits [requests axis, vocab]."""
+_MEASURED_CAPTURES = 3
+"""Enough that the driver, which hands out 2 MiB and more at a time, shows what a plan takes."""
+
 Progress = Callable[[str, int, int], None]
 """Called after each capture: key, captures done, captures in all."""
 
@@ -97,25 +101,68 @@ class Runner(ABC):
     def warm_up(self) -> None:
         """Run the largest step the scheduler can send, once and eagerly.
 
-        First-use state appears, and peak memory can be read. Writes KV to the reserved slot only.
+        First-use state appears. Writes KV to the reserved slot only.
         """
         self._check_open()
         self._run_eager(self.spec.dummy_batch(self.spec.max_size))
 
-    def measure_pool_bytes(self) -> int:
-        """Bytes that the largest bucket takes in a pool of its own: captured into one, read, and dropped.
+    @property
+    def input_bytes(self) -> int:
+        """Size of the static buffers."""
+        return self._allocated().num_bytes
 
-        0 when this runner captures nothing. Writes KV to the reserved slot only.
+    def measure_memory(self, num_long_reqs: int) -> PhaseMemory:
+        """Run, capture and replay the largest steps, to learn what they need. Close this runner and its family then.
+
+        Writes KV to the reserved slot and reads the reserved block only, so that it can precede the KV cache. Nothing
+        else may be captured into the family.
+
+        Args:
+            num_long_reqs: Requests of the greatest length that a step may have: what attention gathers of them counts.
         """
-        buffers = self._allocated()
-        if not self.backend.captures:
-            return 0
-        with PlanFamily(self.device) as family:
-            backend = make_backend(self.backend.name, family)
-            self._capture_bucket(buffers, backend, self.spec.ladder[-1])
-            measured = family.pool_bytes
-            backend.close()
-        return measured
+        spec, captures = self.spec, self.backend.captures
+        device, top = get_device(self.device), max(spec.max_size, spec.ladder[-1] if captures else 1)
+
+        def run_largest() -> None:
+            self._run_eager(spec.dummy_batch(top))
+            self._run_eager(spec.longest_batch(top, num_long_reqs))
+
+        self.warm_up()  # before anything is measured: what libraries keep from their first use is not a step's
+        eager = Peak() if device.emulated else device.peak_of(run_largest)
+        measured = PhaseMemory(
+            phase=spec.phase,
+            num_plans=len(spec.ladder) if captures else 0,
+            runs_eagerly=not (captures and spec.holds_every_step),
+            input_bytes=self.input_bytes,
+            eager=eager,
+        )
+        return self._measure_graphs(device, measured, num_long_reqs) if captures else measured
+
+    def _measure_graphs(self, device: Device, measured: PhaseMemory, num_long_reqs: int) -> PhaseMemory:
+        family, largest, smallest = self.backend.family, self.spec.ladder[-1], self.spec.ladder[0]
+        self._capture_bucket(largest)
+        measured = replace(
+            measured,
+            pool_bytes=family.pool_bytes,
+            pool_peak_bytes=self.backend.explain()[self.spec.key(largest)].pool_peak_bytes,
+            output_bytes=family.output_bytes,
+        )
+        if device.emulated:
+            return measured
+
+        def replay_largest() -> None:
+            self._replay(self.spec.dummy_batch(largest), largest)
+            self._replay(self.spec.longest_batch(largest, num_long_reqs), largest)
+
+        replay = device.peak_of(replay_largest)
+        taken: list[int] = []
+        for _ in range(1 + _MEASURED_CAPTURES):
+            self.backend.release(self.spec.key(smallest))  # its graphs stay until the family closes
+            self._capture_bucket(smallest)
+            taken.append(self.backend.explain()[self.spec.key(smallest)].driver_bytes or 0)
+        # The first one may have loaded code for its shapes.
+        per_plan = max(0, -(-sum(taken[1:]) // _MEASURED_CAPTURES))
+        return replace(measured, replay=replay, driver_bytes_per_plan=per_plan)
 
     def capture(self, progress: Progress | None = None) -> None:
         """Capture the buckets that are not captured yet, largest first: smaller ones fit in blocks the pool has then.
@@ -123,7 +170,7 @@ class Runner(ABC):
         Writes KV to the reserved slot only. All or nothing: on any exception what this call captured is closed, and the
         exception arrives unchanged.
         """
-        buffers = self._allocated()
+        self._allocated()
         if not self.backend.captures:
             return
         sizes = [size for size in reversed(self.spec.ladder) if not self.backend.captured(self.spec.key(size))]
@@ -131,7 +178,7 @@ class Runner(ABC):
         try:
             with self.backend.family.window():
                 for done, size in enumerate(sizes, start=1):
-                    self._capture_bucket(buffers, self.backend, size)
+                    self._capture_bucket(size)
                     if progress is not None:
                         progress(str(self.spec.key(size)), done, len(sizes))
         except BaseException:
@@ -157,7 +204,11 @@ class Runner(ABC):
             logits = self._run_eager(batch)
             self.stats.eager_steps[reason] += 1
             return logits
-        return self._replay(batch, self._bucket(batch))
+        size = self._bucket(batch)
+        logits = self._replay(batch, size)
+        self.stats.replays[size] += 1
+        self.stats.num_padded_tokens += self.spec.num_rows("tokens", size) - batch.num_tokens
+        return logits
 
     def run_padded_eager(self, batch: StepBatch) -> Tensor:
         """Logits [num_reqs, vocab] of one step from a replay's buffers and metadata, with the forward called as Python.
@@ -183,11 +234,11 @@ class Runner(ABC):
         self.backend.close()
         self._buffers = None
 
-    def _capture_bucket(self, buffers: StaticBuffers, backend: Backend, size: int) -> None:
+    def _capture_bucket(self, size: int) -> None:
         batch = self.spec.dummy_batch(size)
-        fields = buffers.load(batch, size)
+        fields = self._allocated().load(batch, size)
         with torch.no_grad(), use_step(self._plan_attention(batch, fields, in_bucket=True)):
-            backend.capture(self.spec.key(size), lambda: self.forward(fields))
+            self.backend.capture(self.spec.key(size), lambda: self.forward(fields))
 
     def _discard(self, key: ShapeKey) -> None:
         try:
@@ -200,8 +251,6 @@ class Runner(ABC):
         fields = self._allocated().load(batch, size)
         with torch.no_grad(), use_step(self._plan_attention(batch, fields, in_bucket=True)):
             logits: Tensor = self.backend.replay(self.spec.key(size))
-        self.stats.replays[size] += 1
-        self.stats.num_padded_tokens += self.spec.num_rows("tokens", size) - batch.num_tokens
         return logits[: batch.num_reqs]
 
     def _run_eager(self, batch: StepBatch) -> Tensor:

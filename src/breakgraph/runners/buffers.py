@@ -75,6 +75,11 @@ class StaticBuffers:
                 for size in spec.ladder
             }
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all fields."""
+        return sum(view.nbytes for view in self._views[self._spec.ladder[-1]].values())
+
     def views(self, size: int) -> Mapping[str, Tensor]:
         """What a bucket's graph reads, by field name."""
         return self._views[size]

@@ -33,7 +33,7 @@ def decode_spec(
     return PhaseSpec(
         phase="decode",
         size_axis="requests",
-        ladder=default_ladder(top) if buckets is None else check_ladder(buckets, top, "decode_buckets"),
+        ladder=default_ladder(top) if buckets is None else check_ladder(buckets, "decode_buckets"),
         max_size=top,
         max_num_seqs=max_num_seqs,
         fields=(

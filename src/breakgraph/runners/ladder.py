@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 
 from breakgraph.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 _FINEST_STEP = 8
 _STEPS_PER_OCTAVE = 4
@@ -32,11 +29,10 @@ def default_ladder(top: int) -> tuple[int, ...]:
     return (*(small for small in sizes if small < top), top)
 
 
-def check_ladder(buckets: Sequence[int], top: int, name: str) -> tuple[int, ...]:
-    """An explicit ladder, as given: never widened.
+def check_ladder(buckets: Sequence[int], name: str) -> tuple[int, ...]:
+    """An explicit ladder, as given: never widened, and its last bucket may be below what the scheduler sends.
 
     Args:
-        top: The largest size that the scheduler can send. A last bucket below it is allowed, and logged as a warning.
         name: The option the list came from, for messages.
 
     Raises:
@@ -53,15 +49,12 @@ def check_ladder(buckets: Sequence[int], top: int, name: str) -> tuple[int, ...]
             raise ConfigError(
                 f"{name}: expected an ascending list without repeats, got {larger} after {smaller}; sort it"
             )
-    if ladder[-1] < top:
-        logger.warning(
-            "%s: the largest bucket is %d, the scheduler can send %d: larger steps run eagerly and are counted",
-            name, ladder[-1], top,
-        )  # fmt: skip
-    unreachable = ladder[bisect_left(ladder, top) + 1 :]
-    if unreachable:
-        logger.warning("%s: buckets %s are never used: the scheduler sends %d at most", name, list(unreachable), top)
     return ladder
+
+
+def unused_buckets(ladder: Sequence[int], top: int) -> list[int]:
+    """Buckets that no step needs: a smaller one holds ``top``, the largest size that the scheduler can send."""
+    return list(ladder[bisect_left(ladder, top) + 1 :])
 
 
 def bucket_for(ladder: Sequence[int], size: int) -> int | None:

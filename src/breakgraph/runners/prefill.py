@@ -49,7 +49,7 @@ def prefill_spec(
     return PhaseSpec(
         phase="prefill",
         size_axis="tokens",
-        ladder=default_ladder(top) if buckets is None else check_ladder(buckets, top, "prefill_buckets"),
+        ladder=default_ladder(top) if buckets is None else check_ladder(buckets, "prefill_buckets"),
         max_size=top,
         max_num_seqs=max_num_seqs,
         fields=fields if request_slots is None else fields + _slot_fields(max_blocks_per_seq, num_blocks),

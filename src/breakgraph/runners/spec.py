@@ -76,6 +76,12 @@ class PhaseSpec:
         """The longest request that a block table holds, in tokens."""
         return self.max_blocks_per_seq * self.block_size
 
+    @property
+    def holds_every_step(self) -> bool:
+        """Whether the last bucket has room for whatever the scheduler can send."""
+        num_tokens = self.max_size * (self.tokens_per_req or 1) if self.size_axis == "requests" else self.max_size
+        return self.bucket_for(num_tokens, min(num_tokens, self.max_num_seqs)) is not None
+
     def key(self, size: int) -> ShapeKey:
         """The identity of the plan for one bucket."""
         return ShapeKey(self.phase, size)
@@ -147,6 +153,23 @@ class PhaseSpec:
             q_lens=q_lens,
             seq_lens=q_lens,
             block_tables=[[RESERVED_BLOCK] * -(-q_len // self.block_size) for q_len in q_lens],
+            logits_rows=last_rows(q_lens),
+        )
+
+    def longest_batch(self, size: int, num_reqs: int) -> StepBatch:
+        """A step of a bucket of ``size`` whose requests, ``num_reqs`` of them if the bucket has room, are as long as
+        they can be: all but this step's tokens are cached. Writes to the reserved slot and reads the reserved block."""
+        num_reqs = min(num_reqs, self.num_rows("requests", size))
+        num_tokens = min(self.num_rows("tokens", size), num_reqs * (self.tokens_per_req or self.max_model_len))
+        q_lens = [num_tokens // num_reqs + (index < num_tokens % num_reqs) for index in range(num_reqs)]
+        positions = [position for q_len in q_lens for position in range(self.max_model_len - q_len, self.max_model_len)]
+        return StepBatch(
+            input_ids=[0] * num_tokens,
+            positions=positions,
+            slot_mapping=[RESERVED_SLOT] * num_tokens,
+            q_lens=q_lens,
+            seq_lens=[self.max_model_len] * num_reqs,
+            block_tables=[[RESERVED_BLOCK] * self.max_blocks_per_seq] * num_reqs,
             logits_rows=last_rows(q_lens),
         )
 

@@ -29,6 +29,30 @@ def test_explain_adds_the_largest_plan_of_each_phase(model_args: list[str], caps
     assert out.count("break attend") == 2
 
 
+def test_memory_of_buckets_and_in_all(
+    model_args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["capture", *model_args, "--memory", "--prefill-buckets", "4,16"]) == 0
+    out = capsys.readouterr().out
+    table, _, totals = out.partition("memory of the buckets, MiB")[2].partition("memory in all, MiB")
+    rows = [line.split() for line in table.splitlines() if line.startswith(("prefill", "decode"))]
+    assert [(row[0], row[1], len(row)) for row in rows] == [
+        ("prefill", "16", 7), ("prefill", "4", 7), ("decode", "2", 7),
+    ]  # fmt: skip
+    assert all(row[-1] == "?" for row in rows)
+    assert float(rows[0][2]) > float(rows[1][2]) > 0
+    for name in ("pool, shared by all buckets", "output buffer", "KV cache", "weights", "activation peak avoided"):
+        assert name in totals
+    assert "? is not measured on the emulated device" in totals
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_without_the_option_there_is_no_memory_table(model_args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["capture", *model_args]) == 0
+    assert "memory" not in capsys.readouterr().out
+
+
 def test_backends_that_capture_nothing_say_so(model_args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["capture", *model_args, "--prefill-backend", "eager", "--explain"]) == 0
     out = capsys.readouterr().out

@@ -172,7 +172,8 @@ class TestCapture:
             raise_at(patch, PlanFamily, "capture", call, error)
             with pytest.raises(error, match="injected"):
                 LLM(str(llama_folder), device=str(device), **SMALL)
-        assert_closed(engines)
+        if call > 2:  # before that there is no engine yet
+            assert_closed(engines)
 
     @pytest.mark.parametrize(("call", "error"), [(4, KeyboardInterrupt), (14, InjectedError)])
     def test_an_exception_in_a_break_during_capture_too(

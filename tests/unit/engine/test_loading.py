@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from breakgraph.attention import KVCacheBuffers
 from breakgraph.engine import loading
 from breakgraph.engine.config import EngineConfig
 from breakgraph.engine.kv_cache import KVDemand
 from breakgraph.engine.loading import load_engine
 from breakgraph.errors import ClosedError, ConfigError, ModelNotFoundError, UnknownNameError
-from breakgraph.graph import PlanFamily
+from breakgraph.graph import Peak, PlanFamily
+from breakgraph.runners import PhaseMemory, Runner
 from unit.engine.small import SMALL
 
 OPTIONS = {name: value for name, value in SMALL.items() if name not in ("use_tqdm", "num_gpu_blocks_override")}
@@ -70,22 +72,38 @@ def test_an_engine_that_has_not_captured_runs_eagerly_and_says_so(llama_folder: 
     engine.close()
 
 
-def test_the_step_that_is_measured_needs_the_reserved_block_only(
+def test_measuring_needs_the_reserved_block_only(
     llama_folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    allocated: list[int] = []
     measured: list[int] = []
+    runners: list[Runner] = []
+    measure, allocate = Runner.measure_memory, KVCacheBuffers.allocate
 
-    def measure(device: torch.device, utilization: float, run_largest_step: Callable[[], None]) -> int:
+    def measure_and_count(runner: Runner, num_long_reqs: int) -> PhaseMemory:
         with FlopCounterMode(display=False) as counter:
-            run_largest_step()
+            memory = measure(runner, num_long_reqs)
         measured.append(counter.get_total_flops())
-        return 1 << 30
+        runners.append(runner)
+        assert allocated == [1]
+        assert num_long_reqs == 8
+        return memory
 
-    monkeypatch.setattr(loading, "available_kv_bytes", measure)
+    def allocate_and_note(layers: Any, num_blocks: int, *args: Any) -> KVCacheBuffers:
+        allocated.append(num_blocks)
+        return allocate(layers, num_blocks, *args)
+
+    monkeypatch.setattr(Runner, "measure_memory", measure_and_count)
+    monkeypatch.setattr(KVCacheBuffers, "allocate", allocate_and_note)
     engine = load_engine(config_for(llama_folder, device))
-    # 16 tokens of prefill and 8 of decode, each through at least the two 64 x 96 matrices of a layer's way up and back
-    assert measured[0] > (16 + 8) * 2 * (2 * 64 * 96) * 2
-    assert engine.stats()["num_kv_blocks"] == 65
+    # Each token goes through at least the two 64 x 96 matrices of a layer's way up and back.
+    assert measured[0] > 16 * 2 * (2 * 64 * 96) * 2
+    assert measured[1] > 8 * 2 * (2 * 64 * 96) * 2
+    assert allocated == [1, 65]
+    for runner in runners:
+        with pytest.raises(ClosedError):
+            runner.warm_up()
+    assert engine.memory.pool_bytes == max(phase.pool_bytes for phase in engine.memory.phases) > 0
     engine.close()
 
 
@@ -104,7 +122,87 @@ def test_prefixes_may_fill_the_memory_of_a_gpu_only(
     assert [demand.fill_memory for demand in demands] == [enable_prefix_caching and device.type == "cuda"]
 
 
-@pytest.mark.parametrize("part", ["make_attention", "_allocate_kv", "_make_runners", "_make_scheduler", "Sampler"])
+@pytest.mark.parametrize(
+    ("options", "num_long_reqs"),
+    [({}, 8), ({"max_num_seqs": 3, "decode_buckets": (2,)}, 3)],
+)
+def test_long_requests_are_no_more_than_can_run(
+    llama_folder: Path,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    num_long_reqs: int,
+) -> None:
+    plans = plan_inputs(monkeypatch)
+    load_engine(config_for(llama_folder, device, **options)).close()
+    assert set(plans) == {num_long_reqs}
+
+
+def test_long_requests_are_no_more_than_fit_in_memory(
+    llama_folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = plan_inputs(monkeypatch)
+    # 128 tokens of 2 layers, keys and values, 2 heads of 16 float32
+    one = 128 * 2 * 2 * 2 * 16 * 4
+    for free, expected in ((5 * one, 5), (one // 2, 1)):
+        monkeypatch.setattr(loading, "free_bytes", lambda device, free=free: free)
+        plans.clear()
+        load_engine(config_for(llama_folder, device)).close()
+        assert set(plans) == {expected}
+
+
+def plan_inputs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What measuring is told, from now on."""
+    seen: list[int] = []
+    measure = Runner.measure_memory
+
+    def note(runner: Runner, num_long_reqs: int) -> PhaseMemory:
+        seen.append(num_long_reqs)
+        return measure(runner, num_long_reqs)
+
+    monkeypatch.setattr(Runner, "measure_memory", note)
+    return seen
+
+
+def warnings_of(folder: Path, device: torch.device, caplog: pytest.LogCaptureFixture, **options: Any) -> list[str]:
+    caplog.clear()
+    load_engine(config_for(folder, device, **options)).close()
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_ladder_below_the_largest_step_warns_once_with_the_peak_that_it_keeps(
+    llama_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    assert warnings_of(llama_folder, cpu, caplog) == []
+    text = (
+        "prefill_buckets: the largest bucket is 4, the scheduler can send 16: larger steps run eagerly, are counted, "
+        "and keep an activation peak {} beside the graphs; end the list with 16"
+    )
+    assert warnings_of(llama_folder, cpu, caplog, prefill_buckets=(4,)) == [
+        text.format("(not measured on the emulated device)")
+    ]
+    measure = Runner.measure_memory
+    monkeypatch.setattr(
+        Runner,
+        "measure_memory",
+        lambda runner, n: replace(measure(runner, n), eager=Peak(3 << 29, 2 << 30)),
+    )
+    assert warnings_of(llama_folder, cpu, caplog, prefill_buckets=(4,)) == [text.format("of 1.50 GiB")]
+    # Who captures nothing in this phase has not chosen that.
+    assert warnings_of(llama_folder, cpu, caplog, prefill_buckets=(4,), prefill_backend="eager") == []
+
+
+def test_buckets_that_nothing_reaches_warn_once(llama_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert warnings_of(llama_folder, torch.device("cpu"), caplog, decode_buckets=(2, 8, 16)) == [
+        "decode_buckets: buckets [16] are never used: the scheduler sends 8 at most"
+    ]
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["make_attention", "_measure", "measure_sampler", "_allocate_kv", "_make_runners", "_make_scheduler", "Sampler"],
+)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_failure_half_way_closes_what_was_made(
     llama_folder: Path,
@@ -146,5 +244,5 @@ def test_what_cannot_be_had_is_refused(
 def test_every_choice_is_in_the_log(llama_folder: Path, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="breakgraph"):
         load_engine(config_for(llama_folder, device)).close()
-    for choice in ("device=", "dtype=float32: ", "attention=sdpa", "65 KV blocks of 16 tokens"):
+    for choice in ("device=", "dtype=float32: ", "attention=sdpa", "memory: graphs take", "65 KV blocks of 16 tokens"):
         assert choice in caplog.text

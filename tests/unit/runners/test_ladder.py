@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from breakgraph.errors import ConfigError
-from breakgraph.runners.ladder import bucket_for, check_ladder, default_ladder
+from breakgraph.runners.ladder import bucket_for, check_ladder, default_ladder, unused_buckets
 
 
 def test_default_ladder_by_hand() -> None:
@@ -50,28 +48,26 @@ def test_default_ladder_needs_a_size(top: int) -> None:
 )
 def test_explicit_ladder_errors_name_the_option(buckets: list[int], message: str) -> None:
     with pytest.raises(ConfigError, match=f"prefill_buckets: expected .*{message}"):
-        check_ladder(buckets, 8, "prefill_buckets")
+        check_ladder(buckets, "prefill_buckets")
 
 
-def test_explicit_ladder_is_kept_as_given(caplog: pytest.LogCaptureFixture) -> None:
-    assert check_ladder([3, 5, 100], 100, "buckets") == (3, 5, 100)
-    # The first bucket above the top serves the sizes below it.
-    assert check_ladder([64, 128], 100, "buckets") == (64, 128)
-    assert caplog.records == []
+def test_explicit_ladder_is_kept_as_given() -> None:
+    assert check_ladder([3, 5, 100], "buckets") == (3, 5, 100)
 
 
-def test_explicit_ladder_below_the_top_warns(caplog: pytest.LogCaptureFixture) -> None:
-    assert check_ladder([2, 4], 8, "decode_buckets") == (2, 4)
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert record.getMessage() == (
-        "decode_buckets: the largest bucket is 4, the scheduler can send 8: larger steps run eagerly and are counted"
-    )
-
-
-def test_buckets_that_nothing_reaches_warn(caplog: pytest.LogCaptureFixture) -> None:
-    assert check_ladder([4, 8, 16, 32], 6, "decode_buckets") == (4, 8, 16, 32)
-    assert caplog.messages == ["decode_buckets: buckets [16, 32] are never used: the scheduler sends 6 at most"]
+@pytest.mark.parametrize(
+    ("ladder", "top", "unused"),
+    [
+        ((4, 8), 8, []),
+        ((2, 4), 8, []),
+        # The first bucket above the top serves the sizes below it.
+        ((64, 128), 100, []),
+        ((4, 8, 16, 32), 6, [16, 32]),
+        ((4, 8, 16, 32), 8, [16, 32]),
+    ],
+)
+def test_unused_buckets(ladder: tuple[int, ...], top: int, unused: list[int]) -> None:
+    assert unused_buckets(ladder, top) == unused
 
 
 def test_bucket_for() -> None:

@@ -163,6 +163,34 @@ def test_warm_up_and_capture_write_to_the_reserved_slot_only(bench: Bench, phase
             assert not layer.flatten(0, 1)[1:].any()
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_measuring_touches_the_reserved_block_only_and_says_what_the_largest_bucket_takes(
+    bench: Bench, phase: str
+) -> None:
+    runner = bench.prefill(capture=False) if phase == "prefill" else bench.decode(capture=False)
+    largest = runner.spec.ladder[-1]
+    memory = runner.measure_memory(num_long_reqs=3)
+    for buffers in (bench.kv.key, bench.kv.value):
+        for layer in buffers.values():
+            assert not layer.flatten(0, 1)[1:].any()
+    report = runner.explain()[runner.spec.key(largest)]
+    assert (memory.phase, memory.num_plans, memory.runs_eagerly) == (phase, 3, False)
+    assert memory.pool_bytes == bench.family.pool_bytes > 0
+    assert memory.pool_peak_bytes == report.pool_peak_bytes > 0
+    assert memory.output_bytes == bench.family.output_bytes > 0
+    assert memory.input_bytes == runner.input_bytes > 0
+    assert (
+        (memory.driver_bytes_per_plan is None) == (memory.eager.allocated_bytes is None) == (bench.device.type == "cpu")
+    )
+    assert sum(runner.stats.replays.values()) == sum(runner.stats.eager_steps.values()) == 0
+
+
+def test_measuring_what_captures_nothing(bench: Bench) -> None:
+    memory = bench.prefill("eager").measure_memory(num_long_reqs=2)
+    assert (memory.num_plans, memory.runs_eagerly, memory.pool_bytes, memory.output_bytes) == (0, True, 0, 0)
+    assert bench.family.pool_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("phase", "backend", "num_breaks"),
     [

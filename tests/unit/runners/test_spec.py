@@ -122,6 +122,45 @@ def test_dummy_batches_fill_the_bucket_and_touch_no_request(spec: Any, size: int
     assert all(BLOCK_SIZE * len(t) >= n for t, n in zip(batch.block_tables, batch.seq_lens, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("spec", "size", "num_reqs", "q_lens"),
+    [
+        (make_prefill_spec(), 16, 3, [6, 5, 5]),
+        (make_prefill_spec(), 16, 9, [4, 4, 4, 4]),  # max_num_seqs
+        (make_prefill_spec(), 2, 4, [1, 1]),
+        (make_prefill_spec(max_num_batched_tokens=100, buckets=(100,)), 100, 2, [32, 32]),  # max_model_len
+        (make_decode_spec(), 8, 3, [1, 1, 1]),
+        (make_decode_spec(), 2, 8, [1, 1]),
+    ],
+)
+def test_longest_batches_have_requests_of_the_greatest_length_and_touch_none(
+    spec: Any, size: int, num_reqs: int, q_lens: list[int]
+) -> None:
+    batch = spec.longest_batch(size, num_reqs)
+    batch.check()
+    assert batch.q_lens == q_lens
+    assert batch.seq_lens == [spec.max_model_len] * len(q_lens)
+    assert set(batch.slot_mapping) == {0}
+    assert {block for table in batch.block_tables for block in table} == {0}
+    assert {len(table) for table in batch.block_tables} == {spec.max_blocks_per_seq}
+    assert batch.positions[-1] == spec.max_model_len - 1
+    assert batch.positions[0] == spec.max_model_len - q_lens[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "holds"),
+    [
+        (make_prefill_spec(), True),
+        (make_prefill_spec(buckets=(8, 32)), True),
+        (make_prefill_spec(buckets=(4, 15)), False),
+        (make_decode_spec(), True),
+        (make_decode_spec(buckets=(7,)), False),
+    ],
+)
+def test_whether_a_ladder_holds_every_step(spec: Any, holds: bool) -> None:
+    assert spec.holds_every_step == holds
+
+
 def test_key_and_default_ladders_reach_the_scheduler_maximum() -> None:
     assert make_prefill_spec().key(8) == ShapeKey("prefill", 8)
     assert make_prefill_spec(buckets=None, max_num_batched_tokens=100).ladder[-1] == 100
