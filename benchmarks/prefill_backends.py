@@ -106,6 +106,11 @@ def gpu_busy_ms(run: Callable[[], object], rounds: int = 3) -> float:
     return sum(event.self_device_time_total for event in profile.key_averages()) / rounds / 1e3
 
 
+def off(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference of two logits, in units of the largest logit."""
+    return ((one.float() - other.float()).abs().max() / other.float().abs().max()).item()
+
+
 def percentile(values: list[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
@@ -145,6 +150,7 @@ def case(sides: Sides, num_tokens: int, num_reqs: int, rounds: int) -> Row:
         "breakable_over_full": Metric(value=median["breakable"] / median["full"], unit="ratio"),
         "breakable_over_full_paired": Metric(value=statistics.median(ratios), unit="ratio"),
         "eager_over_breakable": Metric(value=median["eager"] / median["breakable"], unit="ratio"),
+        "full_off_breakable": Metric(value=off(logits["full"], logits["breakable"]), unit="ratio"),
         "full_equals_breakable": Metric(value=torch.equal(logits["full"], logits["breakable"]), unit="bool"),
     }
     return Row(name=f"{num_tokens} tokens, {num_reqs} requests",
@@ -157,7 +163,7 @@ def show(row: Row) -> None:
         f"{row.params['tokens']:>5} {row.params['requests']:>3}  full {m['full']:8.3f} [{m['full_p10']:.3f}, "
         f"{m['full_p90']:.3f}]  breakable {m['breakable']:8.3f} [{m['breakable_p10']:.3f}, {m['breakable_p90']:.3f}] "
         f"host {m['breakable_host']:.3f}  eager {m['eager']:8.2f}  busy {m['gpu_busy_full']:.3f}/"
-        f"{m['gpu_busy_breakable']:.3f}  b/f {m['breakable_over_full']:.3f} equal {m['full_equals_breakable']}",
+        f"{m['gpu_busy_breakable']:.3f}  b/f {m['breakable_over_full']:.3f} off {m['full_off_breakable']:.1e}",
         flush=True,
     )
 
