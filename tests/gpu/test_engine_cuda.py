@@ -59,7 +59,7 @@ def test_every_step_has_the_bits_of_a_padded_eager_one(
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         stats = llm.stats()["runners"]
     assert [len(output.outputs[0].token_ids) for output in outputs] == [12] * len(PROMPTS)
-    assert compared.count("prefill") >= 9
+    assert compared.count("prefill") >= 5
     assert compared.count("decode") >= 10
     assert all(not runner["num_eager_steps_by_reason"] for runner in stats.values())
 

@@ -13,7 +13,8 @@ from transformers import LlamaConfig
 
 from breakgraph import LLM, SamplingParams
 from breakgraph.engine.device_memory import measure_sampler
-from breakgraph.graph import PlanFamily, eager_on_graph, get_device
+from breakgraph.graph import AllocationTrace, PlanFamily, eager_on_graph, get_device
+from breakgraph.graph.packing import pool_bytes
 
 CUDA = torch.device("cuda")
 MIB, GIB = 1 << 20, 1 << 30
@@ -46,6 +47,42 @@ def test_memory_of_breaks_is_not_the_plans(family: PlanFamily) -> None:
     # Two tensors of 32 MiB at a time: a break's boundary and its reader's result, or an argument and the boundary.
     assert report.pool_peak_bytes == 2 * 32 * MIB
     assert len(keep) == 2
+
+
+def test_a_trace_played_back_needs_the_pool_that_the_capture_took(family: PlanFamily) -> None:
+    x = torch.zeros(8 * MIB, device=CUDA)
+
+    def fn() -> Tensor:
+        wide = torch.cat([x, x, x])
+        small = wide[: MIB] * 2
+        narrow = wide[: 4 * MIB] + 1
+        del wide
+        return torch.cat([narrow, narrow, x])[:MIB] + small
+
+    with torch.no_grad(), family.tracing() as events:
+        report = family.capture(fn).explain()
+    trace = AllocationTrace(tuple(events))
+    assert trace.peak_bytes == report.pool_peak_bytes
+    assert pool_bytes((), [trace]) == family.pool_bytes
+    with PlanFamily(CUDA) as other:
+        other.reserve(96 * MIB, 64 * MIB)
+        assert other.pool_bytes == 160 * MIB
+        other.reserve(96 * MIB, 64 * MIB)
+        with torch.no_grad():
+            other.capture(fn)
+        assert pool_bytes((96 * MIB, 64 * MIB), [trace]) == other.pool_bytes
+
+
+def test_a_history_that_somebody_else_records_is_left_alone(family: PlanFamily) -> None:
+    x = torch.zeros(MIB, device=CUDA)
+    torch.cuda.memory._record_memory_history("all", context=None, stacks="python")
+    try:
+        with torch.no_grad(), family.tracing() as events:
+            family.capture(lambda: x + 1)
+        assert events == []
+        assert any(torch.cuda.memory._snapshot()["device_traces"])
+    finally:
+        torch.cuda.memory._record_memory_history(None)
 
 
 def test_memory_that_operators_take_for_themselves_counts(family: PlanFamily) -> None:

@@ -29,15 +29,14 @@ class MemoryPlan:
     Attributes:
         phases: What each phase's runner measured.
         sampler: Drawing a token for each of `max_num_seqs` requests, with every filter on.
+        pool_runs: Pieces that the pool is made of before the first capture.
+        pool_bytes: What the pool holds with the largest bucket of each phase in it, which all others share.
     """
 
     phases: tuple[PhaseMemory, ...]
     sampler: Peak
-
-    @property
-    def pool_bytes(self) -> int:
-        """The graphs' pool: the largest bucket of any phase, which all others share."""
-        return max(phase.pool_bytes for phase in self.phases)
+    pool_runs: tuple[int, ...]
+    pool_bytes: int
 
     @property
     def output_bytes(self) -> int:
@@ -90,6 +89,7 @@ class MemoryPlan:
         """JSON-able; None is not measured."""
         return {
             "pool_bytes": self.pool_bytes,
+            "pool_runs_bytes": list(self.pool_runs),
             "output_bytes": self.output_bytes,
             "input_bytes": self.input_bytes,
             "driver_bytes": self.driver_bytes,

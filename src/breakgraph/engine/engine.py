@@ -81,8 +81,7 @@ class Engine:
     def capture(self, progress: Callable[[Runner], CaptureProgress | None] = lambda runner: None) -> None:
         """Captures every bucket of every runner that is not captured yet. On failure nothing of that runner is kept."""
         self._check_open()
-        # One run of memory for the largest plan of any phase, which all others are split from.
-        self.family.reserve(self.memory.pool_bytes, self.memory.output_bytes)
+        self.family.reserve(*self.memory.pool_runs, output_bytes=self.memory.output_bytes)
         for runner in self.runners.values():
             runner.capture(progress(runner))
         self.family.device.release_cached()  # warm-ups run beside the pool, and what they took is not needed again

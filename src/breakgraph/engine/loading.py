@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from breakgraph.engine.kv_cache import BlockAllocator, KVDemand, choose_num_bloc
 from breakgraph.engine.sampler import Sampler
 from breakgraph.engine.scheduler import Scheduler
 from breakgraph.errors import ConfigError
-from breakgraph.graph import PlanFamily
+from breakgraph.graph import PlanFamily, choose_runs
 from breakgraph.runners import (
     DecodeRunner,
     PhaseMemory,
@@ -108,12 +108,36 @@ def _measure(config: EngineConfig, model: HFModel, attention: AttentionBackend) 
             runner.allocate()
             return runner.measure_memory(num_long_reqs)
 
+    phases = measure_runner(0), measure_runner(1)
+    pool_runs, pool_bytes = _cut_pool(config, model, attention, phases)
     plan = MemoryPlan(
-        phases=(measure_runner(0), measure_runner(1)),
+        phases=phases,
         sampler=measure_sampler(device, sizes.max_num_seqs, model.vocab_size, model.dtype),
+        pool_runs=pool_runs,
+        pool_bytes=pool_bytes,
     )
     log_plan(plan)
     return plan
+
+
+def _cut_pool(
+    config: EngineConfig, model: HFModel, attention: AttentionBackend, phases: Sequence[PhaseMemory]
+) -> tuple[tuple[int, ...], int]:
+    """The runs to reserve in the pool, and what it holds then: one of what the largest bucket of any phase took alone,
+    or several that are seen to need less."""
+    alone = max(phase.pool_bytes for phase in phases)
+    runs = choose_runs([trace for phase in phases for trace in phase.traces])
+    if runs:
+        device = torch.device(config.device)
+        with PlanFamily(device) as family, ExitStack() as stack:
+            family.reserve(*runs)
+            for runner in _make_runners(config, model, attention, family, num_blocks=1):
+                stack.callback(runner.close)
+                runner.allocate()
+                runner.capture_largest()
+            if family.pool_bytes < alone:
+                return runs, family.pool_bytes
+    return (alone,), alone
 
 
 def _kv_demand(config: EngineConfig, model: HFModel) -> KVDemand:

@@ -3,11 +3,13 @@
 from breakgraph.graph.device import Device, Peak, get_device
 from breakgraph.graph.eager_break import EagerBreak, break_graph, eager_on_graph, mark_eager
 from breakgraph.graph.family import PlanFamily
+from breakgraph.graph.packing import AllocationTrace, choose_runs
 from breakgraph.graph.plan import OutputPolicy, Plan
 from breakgraph.graph.report import PlanReport, StepReport
 from breakgraph.graph.shape_key import ShapeKey
 
 __all__ = [
+    "AllocationTrace",
     "Device",
     "EagerBreak",
     "OutputPolicy",
@@ -18,6 +20,7 @@ __all__ = [
     "ShapeKey",
     "StepReport",
     "break_graph",
+    "choose_runs",
     "eager_on_graph",
     "get_device",
     "mark_eager",

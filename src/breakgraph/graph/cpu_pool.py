@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right, insort
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -55,6 +57,8 @@ class CpuPool(Pool):
         self._live: dict[int, tuple[int, StorageWeakRef]] = {}
         self._views: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._live_bytes = 0
+        self._trace: list[tuple[int, int]] | None = None
+        self._numbers: dict[int, int] = {}  # by address, of what the trace has seen allocated
         self.peak_bytes = 0
 
     @property
@@ -114,6 +118,9 @@ class CpuPool(Pool):
         storage = self._storage_at(address, nbytes)
         self._live[address] = (need, StorageWeakRef(storage))
         self._live_bytes += need
+        if self._trace is not None:
+            self._numbers[address] = len(self._trace)
+            self._trace.append((len(self._trace), need))
         self.peak_bytes = max(self.peak_bytes, self._live_bytes)
         return storage
 
@@ -132,6 +139,8 @@ class CpuPool(Pool):
         for address in dead:
             nbytes, _ = self._live.pop(address)
             self._live_bytes -= nbytes
+            if self._trace is not None and address in self._numbers:
+                self._trace.append((self._numbers.pop(address), nbytes))
             self._free.append((nbytes, address))
         merged: list[tuple[int, int]] = []
         for nbytes, address in sorted(self._free, key=lambda run: run[1]):
@@ -185,10 +194,21 @@ class CpuPool(Pool):
         for arena in self._arenas:
             ctypes.memset(arena.written_address, 0, arena.nbytes)
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, runs: Sequence[int]) -> None:
+        held = [self._allocate(run) for run in sorted(runs, reverse=True) if run]
+        del held  # free again, and kept by the pool
+
+    @contextmanager
+    def tracing(self) -> Iterator[list[tuple[int, int]]]:
         self._sweep()
-        if nbytes and (not self._free or self._free[-1][0] < nbytes):
-            self._grow(-(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+        trace: list[tuple[int, int]] = []
+        self._trace = trace
+        self._numbers.clear()
+        try:
+            yield trace
+            self._sweep()
+        finally:
+            self._trace = None
 
     def poison(self) -> int:
         self._sweep()

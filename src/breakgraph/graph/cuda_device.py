@@ -93,12 +93,13 @@ class CudaCapture(CaptureSession):
 
     def begin(self) -> None:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        # Nothing of the pool comes or goes between segments, so what was in use at the end of the last one still is.
-        torch.cuda.reset_peak_memory_stats(self._stream.device)
-        self._begun_with = self._active_bytes("current")
+        self._pool.refresh()  # boundaries of the segment before have been let go of since
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
             self._graph = graph
+            # After the begin, which may allocate for random generators.
+            torch.cuda.reset_peak_memory_stats(self._stream.device)
+            self._begun_with = self._active_bytes("current")
             for side in self._recorder.side_streams.values():
                 side.wait_stream(self._stream)
         self._recorder.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -87,13 +88,37 @@ class CudaPool(Pool):
     def _bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
         return torch.as_tensor(_Address(address, nbytes), device=self._device)
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, runs: Sequence[int]) -> None:
         assert self.mem_pool is not None, "the pool was closed"
-        free = [block.nbytes for state, block in self._blocks() if state == "inactive"]
-        if nbytes and max(free, default=0) < nbytes:
-            with torch.cuda.use_mem_pool(self.mem_pool):
-                torch.empty(nbytes, dtype=torch.uint8, device=self._device)  # freed at once, kept by the pool
-            self.refresh()
+        with torch.cuda.use_mem_pool(self.mem_pool):
+            held = [
+                torch.empty(run, dtype=torch.uint8, device=self._device) for run in sorted(runs, reverse=True) if run
+            ]
+            del held  # free again, and kept by the pool
+        self.refresh()
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[list[tuple[int, int]]]:
+        """From torch's own record of the allocator, which is left alone where somebody else has switched it on."""
+        trace: list[tuple[int, int]] = []
+        is_recording = getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)
+        if is_recording():
+            yield trace
+            return
+        torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=1 << 20)
+        try:
+            yield trace
+            entries = torch.cuda.memory._snapshot(self._device)["device_traces"][self._device.index]
+        finally:
+            torch.cuda.memory._record_memory_history(None)
+        self.refresh()
+        numbers: dict[int, int] = {}
+        for entry in entries:
+            if entry["action"] == "alloc" and self.owns(entry["addr"]):
+                numbers[entry["addr"]] = len(trace)
+                trace.append((len(trace), entry["size"]))
+            elif entry["action"] == "free_completed" and entry["addr"] in numbers:
+                trace.append((numbers.pop(entry["addr"]), entry["size"]))
 
     def poison(self) -> int:
         torch.cuda.synchronize(self._device)

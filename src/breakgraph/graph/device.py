@@ -73,8 +73,12 @@ class Pool(ABC):
         """Bytes taken from the device, used or not."""
 
     @abstractmethod
-    def reserve(self, nbytes: int) -> None:
-        """Hold a free run of at least ``nbytes`` bytes in one piece, for what runs on the current stream."""
+    def reserve(self, runs: Sequence[int]) -> None:
+        """Hold free runs of at least these sizes, each in one piece, for what runs on the current stream."""
+
+    @abstractmethod
+    def tracing(self) -> AbstractContextManager[list[tuple[int, int]]]:
+        """Note what is allocated and given back inside; the list, see :class:`AllocationTrace`, is whole at the end."""
 
     @abstractmethod
     def poison(self) -> int:

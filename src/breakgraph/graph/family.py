@@ -62,21 +62,31 @@ class PlanFamily:
         """Bytes of the shared output buffer."""
         return self._outputs.nbytes
 
-    def reserve(self, nbytes: int, output_bytes: int = 0) -> None:
-        """Make room in the pool, in one piece, and for the outputs, before the first capture.
+    def reserve(self, *runs: int, output_bytes: int = 0) -> None:
+        """Make room in the pool, and for the outputs, before the first capture.
 
         Plans whose tensors differ in size then split one run between them; without it each brings blocks of its own
         sizes, and the pool grows beyond what the largest plan needs. An output buffer that is made after a warm-up may
         lie in memory that the warm-up used, and keep all of that from going back to the driver.
 
         Args:
-            nbytes: What the largest plan needs: :attr:`pool_bytes` of a family that captured it alone.
-            output_bytes: The same of :attr:`output_bytes`.
+            runs: Bytes of each piece: one of what the largest plan needs, :attr:`pool_bytes` of a family that captured
+                it alone, or several that :func:`choose_runs` found.
+            output_bytes: :attr:`output_bytes` of such a family.
         """
         with self._exclusive("a reservation"), self.device.on_stream(self._stream):
             self.device.release_cached()
             self._outputs.reserve(output_bytes)
-            self._pool.reserve(nbytes)
+            self._pool.reserve(runs)
+
+    @contextmanager
+    def tracing(self) -> Iterator[list[tuple[int, int]]]:
+        """Note what captures inside allocate from the pool: the events of an :class:`AllocationTrace`.
+
+        Whole at the end. Empty where torch's memory history, which it is read from on CUDA, is switched on already.
+        """
+        with self._pool.tracing() as events:
+            yield events
 
     def window(self) -> AbstractContextManager[None]:
         """Wrap a batch of captures in one window, so that garbage is collected once and not once a plan."""

@@ -18,7 +18,7 @@ from breakgraph.graph import Peak, get_device
 from breakgraph.runners.admission import admit
 from breakgraph.runners.batch import StepBatch
 from breakgraph.runners.buffers import StaticBuffers, live_fields
-from breakgraph.runners.memory import PhaseMemory
+from breakgraph.runners.memory import PhaseMemory, traces_of
 from breakgraph.runners.spec import PhaseSpec
 from breakgraph.runners.stats import RunnerStats
 
@@ -138,14 +138,22 @@ class Runner(ABC):
         )
         return self._measure_graphs(device, measured, num_long_reqs) if captures else measured
 
+    def capture_largest(self) -> None:
+        """Capture the largest bucket alone, if this runner captures. Writes KV to the reserved slot only."""
+        self._allocated()
+        if self.backend.captures:
+            self._capture_bucket(self.spec.ladder[-1])
+
     def _measure_graphs(self, device: Device, measured: PhaseMemory, num_long_reqs: int) -> PhaseMemory:
         family, largest, smallest = self.backend.family, self.spec.ladder[-1], self.spec.ladder[0]
-        self._capture_bucket(largest)
+        with family.tracing() as events:
+            self._capture_bucket(largest)
         measured = replace(
             measured,
             pool_bytes=family.pool_bytes,
             pool_peak_bytes=self.backend.explain()[self.spec.key(largest)].pool_peak_bytes,
             output_bytes=family.output_bytes,
+            traces=traces_of(events, self.spec.ladder),
         )
         if device.emulated:
             return measured

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from breakgraph.graph import Peak
+from breakgraph.graph import AllocationTrace, Peak
+
+_MAX_TRACES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,7 @@ class PhaseMemory:
         output_bytes: Outputs of the largest bucket.
         replay: The same steps as for ``eager`` replayed: what breaks take outside the pool.
         driver_bytes_per_plan: What the driver keeps for one plan, from several captures of the smallest bucket.
+        traces: What the pool goes through when the largest bucket is captured, and some of the others, largest first.
     """
 
     phase: str
@@ -34,6 +38,7 @@ class PhaseMemory:
     output_bytes: int = 0
     replay: Peak = field(default_factory=Peak)
     driver_bytes_per_plan: int | None = None
+    traces: tuple[AllocationTrace, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; None is not measured."""
@@ -50,3 +55,10 @@ class PhaseMemory:
             "replay_reserved_bytes": self.replay.reserved_bytes,
             "driver_bytes_per_plan": self.driver_bytes_per_plan,
         }
+
+
+def traces_of(events: Sequence[tuple[int, int]], ladder: Sequence[int]) -> tuple[AllocationTrace, ...]:
+    """What the last bucket of a ladder allocated, and from that, scaled, what others will; largest first."""
+    trace = AllocationTrace(tuple(events)).shortened()
+    every = -(-len(ladder) // _MAX_TRACES)
+    return tuple(trace.scaled(size / ladder[-1]) for size in ladder[::-1][::every])

@@ -60,8 +60,13 @@ def test_backends_that_capture_nothing_say_so(model_args: list[str], capsys: pyt
     assert "decode[2]" in out
 
 
-def test_a_backend_that_attention_cannot_serve_is_refused(
-    model_args: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["capture", *model_args, "--prefill-backend", "full"]) == 2
-    assert "prefill with backend 'full' needs an attention" in capsys.readouterr().err
+def test_an_option_of_another_backend_is_refused(model_args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["capture", *model_args, "--prefill-request-slots", "2"]) == 2
+    assert "prefill_request_slots=2 is for prefill_backend='full'" in capsys.readouterr().err
+
+
+def test_a_full_prefill_graph_has_no_breaks(model_args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["capture", *model_args, "--prefill-backend", "full", "--prefill-request-slots", "2"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("prefill")]
+    assert rows
+    assert {(row[1], row[3], row[4]) for row in rows} == {("full", "1", "0")}

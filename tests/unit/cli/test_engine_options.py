@@ -51,6 +51,7 @@ GIVEN = {
     "attention": ("sdpa", "sdpa"),
     "device": ("cpu", "cpu"),
     "seed": ("3", 3),
+    "prefill_request_slots": ("3", 3),
     "prefill_buckets": ("8,16", (8, 16)),
     "decode_buckets": ("1,2", (1, 2)),
     "cache_dir": ("/somewhere", "/somewhere"),

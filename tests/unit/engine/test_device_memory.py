@@ -22,7 +22,7 @@ DECODE = PhaseMemory(
     phase="decode", num_plans=5, runs_eagerly=False, input_bytes=2 * MIB, eager=Peak(GIB, GIB), pool_bytes=GIB,
     pool_peak_bytes=GIB, output_bytes=30 * MIB, replay=Peak(0, 0), driver_bytes_per_plan=4 * MIB,
 )  # fmt: skip
-PLAN = MemoryPlan((PREFILL, DECODE), sampler=Peak(40 * MIB, 50 * MIB))
+PLAN = MemoryPlan((PREFILL, DECODE), sampler=Peak(40 * MIB, 50 * MIB), pool_runs=(2 * GIB,), pool_bytes=2 * GIB)
 NOTHING = PhaseMemory(phase="decode", num_plans=0, runs_eagerly=True, input_bytes=0, eager=Peak(7 * GIB, 8 * GIB))
 
 
@@ -57,7 +57,7 @@ def test_what_eager_steps_and_breaks_still_allocate_is_not_avoided() -> None:
 
 def test_what_is_not_measured_is_none_and_counts_as_nothing() -> None:
     blind = [replace(phase, eager=Peak(), replay=Peak(), driver_bytes_per_plan=None) for phase in (PREFILL, DECODE)]
-    plan = MemoryPlan(tuple(blind), Peak())
+    plan = MemoryPlan(tuple(blind), Peak(), (), 2 * GIB)
     assert (plan.driver_bytes, plan.activation_peak_bytes, plan.activation_peak_avoided_bytes) == (None, None, None)
     assert (plan.step_bytes, plan.warm_up_bytes, plan.graph_bytes) == (0, 0, 2 * GIB + 33 * MIB)
     assert json.loads(json.dumps(plan.to_dict()))["phases"]["prefill"]["eager_peak_bytes"] is None

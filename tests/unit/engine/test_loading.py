@@ -17,7 +17,7 @@ from breakgraph.engine.config import EngineConfig
 from breakgraph.engine.kv_cache import KVDemand
 from breakgraph.engine.loading import load_engine
 from breakgraph.errors import ClosedError, ConfigError, ModelNotFoundError, UnknownNameError
-from breakgraph.graph import Peak, PlanFamily
+from breakgraph.graph import AllocationTrace, Peak, PlanFamily
 from breakgraph.runners import PhaseMemory, Runner
 from unit.engine.small import SMALL
 
@@ -162,6 +162,32 @@ def plan_inputs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Runner, "measure_memory", note)
     return seen
+
+
+@pytest.mark.parametrize(("runs", "are_taken"), [((20 << 20,), True), ((300 << 20, 40 << 20), False)])
+def test_a_pool_is_cut_into_runs_only_where_that_is_seen_to_need_less(
+    llama_folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, runs: tuple[int, ...], are_taken: bool
+) -> None:
+    measure = Runner.measure_memory
+    monkeypatch.setattr(
+        Runner, "measure_memory", lambda runner, n: replace(measure(runner, n), pool_bytes=200 << 20)
+    )  # alone
+    seen: list[int] = []
+
+    def choose(traces: list[AllocationTrace]) -> tuple[int, ...]:
+        seen.extend(trace.peak_bytes for trace in traces)
+        return runs
+
+    monkeypatch.setattr(loading, "choose_runs", choose)
+    engine = load_engine(config_for(llama_folder, device))
+    # Two buckets a phase, none with a tensor that is large.
+    assert seen == [0] * 4
+    if are_taken:
+        assert engine.memory.pool_runs == runs
+        assert runs[0] <= engine.memory.pool_bytes < 200 << 20
+    else:
+        assert (engine.memory.pool_runs, engine.memory.pool_bytes) == ((200 << 20,), 200 << 20)
+    engine.close()
 
 
 def warnings_of(folder: Path, device: torch.device, caplog: pytest.LogCaptureFixture, **options: Any) -> list[str]:

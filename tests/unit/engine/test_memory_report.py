@@ -43,7 +43,8 @@ def test_the_report_adds_up(llm: LLM) -> None:
         report.driver_bytes or 0
     )
     # Prefill: three int64 a token and one a request. Decode: four int64, the length and a block table of 8 a request.
-    assert report.input_bytes == 16 * 3 * 8 + 8 * 8 + 8 * (4 * 8 + 4 + 8 * 4)
+    # Both: the number of live tokens.
+    assert report.input_bytes == 16 * 3 * 8 + 8 * 8 + 8 * (4 * 8 + 4 + 8 * 4) + 2 * 4
     weights = sum(p.nbytes for p in tiny_model("llama", "eager").parameters())
     assert weights <= report.weight_bytes < weights + 4096  # and rope tables
     as_json = json.loads(json.dumps(report.to_dict()))
@@ -150,7 +151,7 @@ def test_a_capture_reserves_what_was_measured_and_gives_the_rest_back(
         original = getattr(owner, name)
 
         def wrapped(*args: Any, **options: Any) -> Any:
-            calls.append((name, *args) if name == "reserve" else name)
+            calls.append((name, args, options) if name == "reserve" else name)
             return original(*args, **options)
 
         monkeypatch.setattr(owner, name, wrapped)
@@ -160,7 +161,7 @@ def test_a_capture_reserves_what_was_measured_and_gives_the_rest_back(
     noted(engine.family.device, "release_cached")
     engine.capture()
     assert calls == [
-        ("reserve", engine.memory.pool_bytes, engine.memory.output_bytes), "release_cached", *["capture"] * 4,
-        "release_cached",
+        ("reserve", engine.memory.pool_runs, {"output_bytes": engine.memory.output_bytes}), "release_cached",
+        *["capture"] * 4, "release_cached",
     ]  # fmt: skip
     engine.close()

@@ -107,10 +107,10 @@ def test_what_the_device_does_not_measure_is_none(device: torch.device) -> None:
 
 def test_a_reserved_output_buffer_is_used_and_never_shrinks(family: PlanFamily, device: torch.device) -> None:
     x = torch.arange(1024.0, device=device)
-    family.reserve(0, output_bytes=8192)
+    family.reserve(output_bytes=8192)
     with torch.no_grad():
         plan = family.capture(lambda: x + 1)
         assert family.output_bytes == 8192
-        family.reserve(0, output_bytes=512)
+        family.reserve(output_bytes=512)
         assert family.output_bytes == 8192
         assert torch.equal(plan.replay(), x + 1)
