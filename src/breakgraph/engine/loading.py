@@ -14,7 +14,7 @@ from breakgraph.attention import AttentionBackend, KVCacheBuffers, make_attentio
 from breakgraph.attention.kv_buffers import kv_bytes_per_block
 from breakgraph.backends import backend_class, make_backend
 from breakgraph.engine.config import EngineConfig, Hardware, ModelLimits, resolve
-from breakgraph.engine.device_memory import MemoryPlan, free_bytes, kv_budget, log_plan, measure_sampler
+from breakgraph.engine.device_memory import MemoryPlan, free_bytes, kv_budget, log_plan, measure_sampler, mib
 from breakgraph.engine.engine import Engine, ModelFacts
 from breakgraph.engine.kv_cache import BlockAllocator, KVDemand, choose_num_blocks
 from breakgraph.engine.sampler import Sampler
@@ -127,7 +127,9 @@ def _cut_pool(
     or several that are seen to need less."""
     alone = max(phase.pool_bytes for phase in phases)
     runs = choose_runs([trace for phase in phases for trace in phase.traces])
-    if runs:
+    if not runs:
+        logger.info("pool in one piece, %s: cutting it would gain little", mib(alone))
+    else:
         device = torch.device(config.device)
         with PlanFamily(device) as family, ExitStack() as stack:
             family.reserve(*runs)
@@ -135,8 +137,10 @@ def _cut_pool(
                 stack.callback(runner.close)
                 runner.allocate()
                 runner.capture_largest()
-            if family.pool_bytes < alone:
-                return runs, family.pool_bytes
+            taken = family.pool_bytes
+        logger.info("pool cut into %s: %s, in one piece %s", ", ".join(map(mib, runs)), mib(taken), mib(alone))
+        if taken < alone:
+            return runs, taken
     return (alone,), alone
 
 

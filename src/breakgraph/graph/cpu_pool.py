@@ -13,16 +13,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from breakgraph.errors import UnwrittenReadError
 from breakgraph.graph.device import Block, Pool
+from breakgraph.graph.packing import SMALL_BYTES, segment_bytes
 
 _ALIGNMENT = 512
 _SMALL_ARENA = 2 << 20
-_LARGE_ARENA = 20 << 20
 
 
 class _Arena:
-    """One reservation: memory, its written map (one byte a byte), and the free runs in it."""
+    """One reservation: memory, its written map (one byte a byte). Small allocations have arenas of their own."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, is_small: bool) -> None:
+        self.is_small = is_small
         self.memory = bytearray(nbytes + _ALIGNMENT)
         raw = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
         self.skip = -raw % _ALIGNMENT
@@ -42,7 +43,8 @@ class Span(NamedTuple):
 
 
 class CpuPool(Pool):
-    """Best-fit allocation from arenas, split and merged; a block is free once no tensor refers to its storage.
+    """Best-fit allocation from arenas, split and merged by the rules of torch's allocator on CUDA; a block is free once
+    no tensor refers to its storage.
 
     Owns: the arenas. Closed by: its plan family.
 
@@ -53,7 +55,8 @@ class CpuPool(Pool):
     def __init__(self) -> None:
         self._arenas: list[_Arena] = []
         self._bases: list[int] = []
-        self._free: list[tuple[int, int]] = []  # (nbytes, address), sorted: best fit first, lowest address first
+        # Of large and of small arenas: (nbytes, address), sorted: best fit first, lowest address first.
+        self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         self._live: dict[int, tuple[int, StorageWeakRef]] = {}
         self._views: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._live_bytes = 0
@@ -108,13 +111,17 @@ class CpuPool(Pool):
     def _allocate(self, nbytes: int) -> torch.UntypedStorage:
         self._sweep()
         need = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        fit = bisect_right(self._free, (need, -1))
-        if fit == len(self._free):
-            self._grow(need)
-            fit = bisect_right(self._free, (need, -1))
-        have, address = self._free.pop(fit)
-        if have > need:
-            insort(self._free, (have - need, address + need))
+        is_small = need <= SMALL_BYTES
+        free = self._free[is_small]
+        fit = bisect_right(free, (need, -1))
+        if fit == len(free):
+            self._grow(need, is_small)
+            fit = bisect_right(free, (need, -1))
+        have, address = free.pop(fit)
+        if have - need > (0 if is_small else SMALL_BYTES):
+            insort(free, (have - need, address + need))
+        else:
+            need = have
         storage = self._storage_at(address, nbytes)
         self._live[address] = (need, StorageWeakRef(storage))
         self._live_bytes += need
@@ -124,13 +131,12 @@ class CpuPool(Pool):
         self.peak_bytes = max(self.peak_bytes, self._live_bytes)
         return storage
 
-    def _grow(self, need: int) -> None:
-        least = _SMALL_ARENA if need <= _SMALL_ARENA // 2 else _LARGE_ARENA
-        arena = _Arena(max(least, -(-need // _SMALL_ARENA) * _SMALL_ARENA))
+    def _grow(self, need: int, is_small: bool) -> None:
+        arena = _Arena(_SMALL_ARENA if is_small else segment_bytes(need), is_small)
         index = bisect_right(self._bases, arena.address)
         self._bases.insert(index, arena.address)
         self._arenas.insert(index, arena)
-        insort(self._free, (arena.nbytes, arena.address))
+        insort(self._free[is_small], (arena.nbytes, arena.address))
 
     def _sweep(self) -> None:
         dead = [address for address, (_, ref) in self._live.items() if ref.expired()]
@@ -141,14 +147,20 @@ class CpuPool(Pool):
             self._live_bytes -= nbytes
             if self._trace is not None and address in self._numbers:
                 self._trace.append((self._numbers.pop(address), nbytes))
-            self._free.append((nbytes, address))
+            arena = self._arena(address)
+            assert arena is not None, f"address {address:#x} is not in this pool"
+            self._free[arena.is_small].append((nbytes, address))
+        for free in self._free:
+            self._merge(free)
+
+    def _merge(self, free: list[tuple[int, int]]) -> None:
         merged: list[tuple[int, int]] = []
-        for nbytes, address in sorted(self._free, key=lambda run: run[1]):
+        for nbytes, address in sorted(free, key=lambda run: run[1]):
             if merged and sum(merged[-1]) == address and self._arena(merged[-1][1]) is self._arena(address):
                 merged[-1] = (merged[-1][0] + nbytes, merged[-1][1])
             else:
                 merged.append((nbytes, address))
-        self._free = sorted(merged)
+        free[:] = sorted(merged)
 
     def span(self, tensor: torch.Tensor) -> Span | None:
         """The pool bytes of ``tensor``; None when it lies elsewhere or is empty."""
@@ -212,14 +224,15 @@ class CpuPool(Pool):
 
     def poison(self) -> int:
         self._sweep()
-        for nbytes, address in self._free:
+        runs = [run for free in self._free for run in free]
+        for nbytes, address in runs:
             ctypes.memset(address, 0xFF, nbytes)
-        return sum(nbytes for nbytes, _ in self._free)
+        return sum(nbytes for nbytes, _ in runs)
 
     def close(self) -> None:
         self._arenas.clear()
         self._bases.clear()
-        self._free.clear()
+        self._free = ([], [])
         self._live.clear()
         self._live_bytes = 0
         self._views.clear()
