@@ -8,20 +8,19 @@ from pathlib import Path
 from breakgraph.bench.result import read_result
 
 ROOT = Path(__file__).parents[2]
-ROW = re.compile(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| (\d+) of (\d+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
 
 
-def test_the_table_is_the_result_files() -> None:
+def test_the_table_is_the_result_file() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    result = read_result(ROOT / "benchmarks" / "results" / "capture_check_8b.json")
+    result = read_result(ROOT / "benchmarks" / "results" / "prefill_backends_8b.json")
     rows = {row.name: {name: metric.value for name, metric in row.metrics.items()} for row in result.rows}
     table = ROW.findall(text)
     assert len(table) == 4
-    for bucket, eager, replay, wrong, steps in table:
-        row = rows[f"prefill[{bucket}]"]
-        assert f"{row['eager_padded']:.1f}" == eager
-        assert f"{row['replay']:.1f}" == replay
-        assert row["wrong_logits"] + row["wrong_kv"] == int(wrong)
-        assert row["replays"] == int(steps)
-        assert f"{row['segments']} graph segments around {row['breaks']} eager" in text
+    for tokens, *shown in table:
+        row = rows[f"{tokens} tokens, 1 requests"]
+        columns = ("eager", "breakable", "full", "gpu_busy_breakable")
+        assert [f"{row[name]:.1f}" for name in columns] == shown
+    assert all(row["full_equals_breakable"] for row in rows.values())
+    assert {requests for row in result.rows if (requests := row.params["requests"])} == {1, 4, 16}
     assert f"NVIDIA H200, torch {result.versions.torch}, transformers {result.versions.transformers}" in text
