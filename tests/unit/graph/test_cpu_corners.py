@@ -137,15 +137,28 @@ def test_the_smallest_block_that_fits_is_taken_and_the_exact_one_first() -> None
     assert [t.data_ptr() for t in taken] == [small, middle, large]
 
 
-def test_freed_neighbours_become_one_block() -> None:
+@pytest.mark.parametrize(("arena", "whole", "part"), [(2 << 20, 1 << 20, 1 << 18), (20 << 20, 20 << 20, 5 << 20)])
+def test_freed_neighbours_become_one_block(arena: int, whole: int, part: int) -> None:
     pool = CpuPool()
-    parts = [block(pool, 1 << 19) for _ in range(4)]
-    reserved = pool.reserved_bytes
-    assert reserved == 1 << 21
+    parts = [block(pool, part) for _ in range(4)]
+    address = parts[0].data_ptr()
+    assert pool.reserved_bytes == arena
     for victim in (2, 0, 1, 0):
         del parts[victim]
-    whole = block(pool, 1 << 21)
-    assert pool.reserved_bytes == reserved == whole.numel()
+    assert block(pool, whole).data_ptr() == address
+    assert pool.reserved_bytes == arena
+
+
+def test_small_and_large_blocks_share_no_arena() -> None:
+    pool = CpuPool()
+    large = block(pool, 30 << 20)
+    del large
+    small = block(pool, 1 << 20)
+    assert pool.reserved_bytes == (30 << 20) + (2 << 20)
+    # What is left of a large run is kept with the block where it is no larger than a small one.
+    kept = block(pool, 29 << 20)
+    assert sum(b.nbytes for b in pool.live_blocks()) == (1 << 20) + (30 << 20)
+    del small, kept
 
 
 def test_poison_reaches_free_bytes_and_no_others() -> None:
