@@ -1,0 +1,34 @@
+"""Random programs, replayed under poison, have eager's bits: lifetimes, aliases, views, partial writes, containers."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from footguns.checker import differences
+from footguns.programs import Program, write_program
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> Iterator[None]:
+    """Every capture collects garbage; what the other tests left need not be walked each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    return write_program(lambda n: draw(st.integers(0, n - 1)))
+
+
+@hypothesis.settings(max_examples=250, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(one=programs(), other=programs())
+def test_two_programs_take_turns_in_one_pool(device: torch.device, one: Program, other: Program) -> None:
+    assert differences([one, other], device) == [], f"\n{one}\n{other}"
