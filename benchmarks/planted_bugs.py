@@ -1,0 +1,197 @@
+"""Plants one bug at a time in a copy of the sources and runs the tests: which bugs do they miss?
+
+    python3 benchmarks/planted_bugs.py --out result.json
+
+Each bug is an edit of one line or two: a pin that is not kept, a boundary that is not copied, a tail that stays. A bug
+is killed when a test fails; the first failing test is named. Those marked gpu show on a CUDA device only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TESTS = (
+    *(f"tests/footguns/test_{name}_faults.py" for name in ("memory", "break", "capture", "runner")),
+    "tests/unit/graph", "tests/unit/runners", "tests/unit/backends", "tests/unit/test_api.py",
+    "tests/footguns/test_programs.py",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`old` occurs once in `file`, below src/breakgraph."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    gpu: bool = False
+
+
+BUGS = (
+    Bug("a segment's reads are not pinned", "graph/builder.py",
+        "self.pins.update((pin._cdata, pin) for pin in segment.pins if not self._pool.owns(pin.data_ptr()))", "pass"),
+    Bug("a break's outside arguments are not pinned", "graph/builder.py",
+        "        self.pins[storage._cdata] = storage\n", ""),
+    Bug("a boundary is not filled at a replay", "graph/boundary.py",
+        "        if value.shape == view.shape and same_strides(value, view):\n            view.copy_(value)",
+        "        if value.shape == view.shape and same_strides(value, view):\n            pass"),
+    Bug("a boundary has default strides", "graph/boundary.py",
+        "torch.empty_strided(result.shape, result.stride(), dtype", "torch.empty(result.shape, dtype"),
+    Bug("a boundary stays alive after its segment", "graph/boundary.py",
+        "        self.view = view_of(self.view, pool)", "        pass"),
+    Bug("the tail behind live rows is forgotten", "graph/eager_break.py",
+        "            tensor.narrow(self.row_dim, valid, rows - valid).zero_()", "            pass"),
+    Bug("the tail of a written argument is forgotten", "graph/boundary.py",
+        "            for tensor in mutated:\n                spec.define_tail(tensor, valid)", "            pass"),
+    Bug("a view starts at the beginning of its storage", "graph/boundary.py",
+        "bare.set_(storage, tensor.storage_offset(), tensor.shape", "bare.set_(storage, 0, tensor.shape"),
+    Bug("a constant result may change", "graph/boundary.py",
+        "if not is_same or type(value) is not type(self.value):", "if False:"),
+    Bug("a result of another structure is stored", "graph/boundary.py",
+        "        if tree_structure(result) != self._structure:", "        if False:"),
+    Bug("results that overlap an argument pass", "graph/boundary.py",
+        "if any(leaf is argument or overlaps(leaf, argument) for argument in arguments):", "if False:"),
+    Bug("two results of one tensor get two boundaries", "graph/boundary.py",
+        "                if key not in fresh:", "                if True:"),
+    Bug("the boundary before is not filled while capturing", "graph/builder.py",
+        "            with pending.scope():\n                pending.results.fill_first()", "            pass"),
+    Bug("a closed segment is not run while capturing", "graph/builder.py",
+        "        segment.replay()\n", "        pass\n"),
+    Bug("a break's argument keeps its pool block", "graph/builder.py",
+        "            return view_of(tensor, self._pool)", "            return tensor.detach()"),
+    Bug("older pool tensors are accepted", "graph/builder.py", "        if self._older:\n", "        if False:\n"),
+    Bug("tensors made in a break are accepted without being its result", "graph/builder.py",
+        "if made is not None and not made[0].expired():", "if False:"),
+    Bug("objects are accepted as arguments of breaks", "graph/builder.py",
+        "if is_constant(leaf) or isinstance(leaf, torch.nn.Module | torch.Size):", "if True:"),
+    Bug("a swallowed error publishes half a plan", "graph/builder.py",
+        "                if self._failure is not None:\n                    raise self._failure",
+        "                if False:\n                    raise self._failure"),
+    Bug("what is live at the end of a capture is not looked at", "graph/family.py",
+        "        if left:\n", "        if False:\n"),
+    Bug("registered state is not put back", "graph/family.py",
+        "            for tensor, value in saved:\n                tensor.detach().copy_(value)", "            pass"),
+    Bug("random generators are not put back", "graph/family.py", "        device.set_rng_state(rng)\n", ""),
+    Bug("a failed replay leaves its outputs valid", "graph/family.py",
+        "            self._begin_replay()\n            yield\n            self._last_plan = plan",
+        "            self._begin_replay()\n            self._last_plan = plan\n            yield"),
+    Bug("outputs of other plans count as this one's", "graph/family.py",
+        "return self._last_plan is plan", "return True"),
+    Bug("the collector runs inside a capture", "graph/modes.py", "    gc.disable()\n", ""),
+    Bug("the collector stays off after a capture", "graph/modes.py", "            gc.enable()", "            pass"),
+    Bug("replays run under the caller's modes", "graph/plan.py",
+        "            with self._mode.apply():\n                for launch",
+        "            if True:\n                for launch"),
+    Bug("a nested break is a break of its own", "graph/builder.py",
+        "if not self._breaks or self._in_break or self._failure is not None:",
+        "if not self._breaks or self._failure is not None:"),
+    Bug("padded tokens write to a request's slot", "runners/spec.py", "RESERVED_SLOT = 0\n", "RESERVED_SLOT = 5\n"),
+    Bug("metadata behind the live rows stays", "runners/buffers.py",
+        "            view.copy_(host, non_blocking=True)",
+        "            n = batch.num_reqs if len(view) == len(views['logits_rows']) else len(view)\n"
+        "            view[:n].copy_(host[:n], non_blocking=True)"),
+    Bug("unused request slots have a length", "runners/prefill.py",
+        'FieldSpec(name="seq_lens", dtype=torch.int32, axis="requests", pad=0)',
+        'FieldSpec(name="seq_lens", dtype=torch.int32, axis="requests", pad=1)'),
+    Bug("offsets of unused request slots are not parked", "runners/prefill.py",
+        'axis="request_bounds", pad=Pad.REPEAT_LAST', 'axis="request_bounds", pad=0'),
+    Bug("more requests than slots are replayed", "runners/spec.py",
+        "fits = bucket is not None and num_reqs <= self.num_rows(\"requests\", bucket)",
+        "fits = bucket is not None"),
+    Bug("a table of another request passes", "runners/spec.py",
+        "            if batch.slot_mapping[end - 1] != slot:", "            if False:"),
+    Bug("static buffers are staged in memory that is used again", "runners/buffers.py",
+        "host = torch.empty((rows, *field.tail), dtype=field.dtype, pin_memory=device.type == \"cuda\")",
+        "host = _STAGED.setdefault((field.name, rows, field.tail), torch.empty((rows, *field.tail), dtype=field.dtype, "
+        "pin_memory=device.type == \"cuda\"))", gpu=True),
+    Bug("a break does not wait for its side streams", "graph/cuda_device.py",
+        "        for side in side_streams:\n            main.wait_stream(side)", "        pass", gpu=True),
+    Bug("a replay on another stream does not wait", "graph/cuda_device.py",
+        "        if last_stream is not None and current != last_stream:\n            current.wait_stream(last_stream)",
+        "        pass", gpu=True),
+)  # fmt: skip
+
+
+def plant(bug: Bug, root: Path) -> None:
+    path = root / "src" / "breakgraph" / bug.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(bug.old) != 1:
+        raise SystemExit(f"{bug.name}: expected its line once in {bug.file}, found it {text.count(bug.old)} times")
+    text = text.replace(bug.old, bug.new)
+    if "_STAGED" in bug.new:
+        text = text.replace("def stage_rows", "_STAGED: dict = {}\n\n\ndef stage_rows")
+    path.write_text(text, encoding="utf-8")
+
+
+def copy_of_sources(folder: Path) -> Path:
+    root = folder / "copy"
+    for name in ("src", "tests", "docs", "benchmarks"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, root / name)
+    return root
+
+
+def first_failure(bug: Bug | None, tests: tuple[str, ...]) -> tuple[str | None, float]:
+    """The test that fails first, or None; and the seconds it took."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        root = copy_of_sources(Path(folder))
+        if bug is not None:
+            plant(bug, root)
+        environment = {**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests],
+            cwd=root, env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+    if done.returncode not in (0, 1, 2):
+        raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return (failed[1] if failed else None if done.returncode == 0 else "collection"), time.perf_counter() - started
+
+
+def main() -> None:
+    from breakgraph.bench.result import Metric, Result, Row, Shape, here, write_result
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="bugs whose name holds this text")
+    parser.add_argument("--gpu", action="store_true", help="the bugs that only a GPU shows, with tests/gpu")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    bugs = [bug for bug in BUGS if bug.gpu == args.gpu and (args.only or "") in bug.name]
+    tests = (*TESTS, "tests/gpu") if args.gpu else TESTS
+    failure, seconds = first_failure(None, tests)
+    if failure is not None:
+        raise SystemExit(f"{failure} fails without a bug; nothing to learn then")
+    print(f"no bug: all pass, {seconds:.0f} s", flush=True)
+    rows = []
+    for bug in bugs:
+        failure, seconds = first_failure(bug, tests)
+        print(f"{'killed' if failure else 'SURVIVED':9}{bug.name}: {failure or ''} ({seconds:.0f} s)", flush=True)
+        rows.append(Row(name=bug.name, params={"file": bug.file, "killed_by": failure},
+                        metrics={"killed": Metric(value=failure is not None, unit="bool"),
+                                 "wall": Metric(value=seconds, unit="s")}))  # fmt: skip
+    device = "cuda" if args.gpu else "cpu"
+    run, where, versions = here(f"python3 benchmarks/planted_bugs.py {' '.join(sys.argv[1:-2])}".strip(), device)
+    write_result(args.out, Result(
+        run=run, where=where, versions=versions, shape=Shape(model="planted bugs", dtype="float32"), rows=tuple(rows),
+        notes=(f"tests: {', '.join(tests)}; they pass without a bug",), excluded=(),
+    ))  # fmt: skip
+    survived = [row.name for row in rows if not row.metrics["killed"].value]
+    print(f"{len(rows)} bugs, {len(survived)} survived")
+    sys.exit(bool(survived))
+
+
+if __name__ == "__main__":
+    main()
