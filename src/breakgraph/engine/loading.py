@@ -123,25 +123,22 @@ def _measure(config: EngineConfig, model: HFModel, attention: AttentionBackend) 
 def _cut_pool(
     config: EngineConfig, model: HFModel, attention: AttentionBackend, phases: Sequence[PhaseMemory]
 ) -> tuple[tuple[int, ...], int]:
-    """The runs to reserve in the pool, and what it holds then: one of what the largest bucket of any phase took alone,
-    or several that are seen to need less."""
+    """The runs to reserve in the pool, and what it holds then: several runs only if they are seen to need less than the
+    largest bucket of any phase took alone."""
     alone = max(phase.pool_bytes for phase in phases)
     runs = choose_runs([trace for phase in phases for trace in phase.traces])
-    if not runs:
-        logger.info("pool in one piece, %s: cutting it would gain little", mib(alone))
-    else:
-        device = torch.device(config.device)
-        with PlanFamily(device) as family, ExitStack() as stack:
-            family.reserve(*runs)
-            for runner in _make_runners(config, model, attention, family, num_blocks=1):
-                stack.callback(runner.close)
-                runner.allocate()
-                runner.capture_largest()
-            taken = family.pool_bytes
-        logger.info("pool cut into %s: %s, in one piece %s", ", ".join(map(mib, runs)), mib(taken), mib(alone))
-        if taken < alone:
-            return runs, taken
-    return (alone,), alone
+    if len(runs) <= 1:
+        logger.info("pool: %s, reserved in one piece: %s", mib(alone), mib(sum(runs)))
+        return runs, alone
+    with PlanFamily(torch.device(config.device)) as family, ExitStack() as stack:
+        family.reserve(*runs)
+        for runner in _make_runners(config, model, attention, family, num_blocks=1):
+            stack.callback(runner.close)
+            runner.allocate()
+            runner.capture_largest()
+        taken = family.pool_bytes
+    logger.info("pool cut into %s: %s, without %s", ", ".join(map(mib, runs)), mib(taken), mib(alone))
+    return (runs, taken) if taken < alone else ((alone,), alone)
 
 
 def _kv_demand(config: EngineConfig, model: HFModel) -> KVDemand:

@@ -150,14 +150,16 @@ def pool_bytes(runs: Sequence[int], traces: Sequence[AllocationTrace], limit: fl
 def choose_runs(traces: Sequence[AllocationTrace]) -> tuple[int, ...]:
     """Sizes in bytes of the runs to reserve, before captures with these traces, for the smallest pool that was found.
 
-    Empty where reserving would gain little. The same traces give the same runs.
+    One run where cutting it would gain little; none where there are small allocations only, which never come from it.
+    The same traces give the same runs.
 
     Args:
         traces: In the order of the captures.
     """
     traces = [trace.shortened() for trace in traces]
     fewest = unreserved = pool_bytes((), traces)
-    best: tuple[int, ...] = ()
+    whole: tuple[int, ...] = (int(unreserved),) if unreserved else ()
+    best = whole
     if unreserved - max((trace.peak_bytes for trace in traces), default=0) < _WORTHWHILE_BYTES:
         return best
     sizes = sorted({size for trace in traces[:1] for _, size in trace.events if size > SMALL_BYTES})
@@ -170,7 +172,7 @@ def choose_runs(traces: Sequence[AllocationTrace]) -> tuple[int, ...]:
         found = pool_bytes(runs, traces, limit=fewest)
         if found < fewest:
             best, fewest = runs, found
-    return best if unreserved - fewest >= _WORTHWHILE_BYTES else ()
+    return best if unreserved - fewest >= _WORTHWHILE_BYTES else whole
 
 
 def _rounded(nbytes: int, unit: int) -> int:

@@ -65,10 +65,15 @@ def test_chosen_runs_need_less_and_are_always_the_same() -> None:
     assert choose_runs(traces) == runs
 
 
-def test_little_to_gain_is_left_alone() -> None:
-    assert choose_runs([FRAGMENTING.scaled(0.05)]) == ()
-    assert choose_runs([trace_of(("a", 200), ("a", 200))]) == ()
+def test_little_to_gain_is_left_in_one_piece() -> None:
+    slight = FRAGMENTING.scaled(0.1)
+    assert choose_runs([slight]) == (pool_bytes((), [slight]),)
+    assert choose_runs([trace_of(("a", 200), ("a", 200))]) == (200 * MIB,)
+
+
+def test_small_allocations_come_from_no_run() -> None:
     assert choose_runs([]) == choose_runs([AllocationTrace(())]) == ()
+    assert choose_runs([trace_of(("a", 1), ("b", 1), ("a", 1), ("b", 1))]) == ()
 
 
 def test_a_long_trace_is_cut_between_tensors() -> None:
