@@ -67,6 +67,8 @@ class Scheduler:
         """Those of them that were found in the prefix cache."""
         self.num_preemptions = 0
         self._is_torn = False
+        self._finished: list[Request] = []
+        """Not returned by a commit yet."""
 
     @property
     def has_requests(self) -> bool:
@@ -109,20 +111,26 @@ class Scheduler:
     def commit(self, step: ScheduledStep, token_ids: Sequence[int | None]) -> list[Request]:
         """Books a step that succeeded: one token id a row, None where `needs_sample` is False.
 
-        Returns the requests that are finished by it; their blocks are free again, or idle in the prefix cache.
+        Returns the requests that are finished by it; their blocks are free again, or idle in the prefix cache. When a
+        row raises, those before it are booked; what they finished is returned by the next commit.
         """
-        finished = []
         with self._updating():
-            for row, token_id in zip(step.rows, token_ids, strict=True):
-                request = row.request
-                if row.needs_sample:
-                    assert token_id is not None, f"request {request.request_id} got no token"
-                    request.append_token(token_id)
-                    if request.finish_reason is not None:
-                        finished.append(request)
-                self._book_tokens(row)
-            self._release(finished)
+            try:
+                for row, token_id in zip(step.rows, token_ids, strict=True):
+                    self._commit_row(row, token_id)
+            finally:
+                self._release([request for request in self._finished if not request.is_finished])
+        finished, self._finished = self._finished, []
         return finished
+
+    def _commit_row(self, row: ScheduledRow, token_id: int | None) -> None:
+        request = row.request
+        if row.needs_sample:
+            assert token_id is not None, f"request {request.request_id} got no token"
+            request.append_token(token_id)
+            if request.finish_reason is not None:
+                self._finished.append(request)
+        self._book_tokens(row)
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """Drops requests wherever they are and gives up their blocks; ids that are not here are ignored."""
@@ -132,6 +140,7 @@ class Scheduler:
             for request in dropped:
                 request.finish_reason = "abort"
             self.waiting = deque(request for request in self.waiting if request.request_id not in wanted)
+            self._finished = [request for request in self._finished if request.request_id not in wanted]
             self._release(dropped)
         return dropped
 

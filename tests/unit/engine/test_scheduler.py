@@ -213,6 +213,26 @@ def test_a_step_that_is_not_committed_is_scheduled_again() -> None:
     assert shape(scheduler.schedule()) == first
 
 
+def test_a_row_that_raises_keeps_what_others_finished_for_the_next_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler()
+    ends, stays, dropped = (make_request(name, prompt=3, max_tokens=n) for name, n in (("a", 1), ("b", 3), ("c", 1)))
+    for request in (ends, dropped, stays):
+        scheduler.add(request)
+    step = scheduler.schedule()
+    assert step is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(stays, "append_token", lambda token_id: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            scheduler.commit(step, [7, 7, 7])
+    assert (ends.status, dropped.status) == (RequestStatus.FINISHED, RequestStatus.FINISHED)
+    assert scheduler.running == [stays]
+    scheduler.abort(["c"])
+    again = scheduler.schedule()
+    assert shape(again) == [("b", 3)]
+    assert scheduler.commit(again, [7]) == [ends]
+    assert run_step(scheduler) == [("b", 1)]
+
+
 def test_commit_stops_at_end_of_sequence_and_frees() -> None:
     scheduler = make_scheduler()
     ends, goes_on = make_request("a", 3), make_request("b", 3)
