@@ -24,7 +24,7 @@ WAY_OUT = "move it into an eager break (@eager_on_graph or mark_eager), or out o
 
 
 def source_line(*skipped: str) -> str:
-    """``file:line in function`` of the innermost frame that is neither torch's nor ours, nor in a ``skipped`` folder."""
+    """``file:line in function`` of the innermost frame outside torch, this folder and those ``skipped``."""
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith((_OWN_FOLDER, _TORCH_FOLDER, "<", *skipped)):
             return f"{frame.filename}:{frame.lineno} in {frame.name}"
