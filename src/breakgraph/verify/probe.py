@@ -116,17 +116,23 @@ class _Counting:
         self.num_breaks = 0
         self._handler = handler
         self._breaks = breaks
+        self._in_call = False
 
     @property
     def is_recording(self) -> bool:
-        return self._handler.is_recording
+        return self._handler.is_recording and not self._in_call
 
     def call_break(
         self, spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Tree:  # fmt: skip
-        is_counted = self._breaks and not spec.always and self.is_recording
-        result = self._handler.call_break(spec, fn, args, kwargs)
-        self.num_breaks += is_counted
+        if not self._breaks or not self.is_recording:
+            return self._handler.call_break(spec, fn, args, kwargs)
+        self._in_call = True  # segments are closed and boundaries filled there: no operators of the forward
+        try:
+            result = self._handler.call_break(spec, fn, args, kwargs)
+        finally:
+            self._in_call = False
+        self.num_breaks += not spec.always
         return result
 
 
