@@ -230,4 +230,3 @@ class Plan:
         self._family.park(self, [step.segment for step in self._steps if isinstance(step, GraphStep)])
         self._steps, self._launches, self._pins = [], [], []
         self._places = self._copied = None
-

@@ -117,18 +117,20 @@ def fresh_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
     greatest, so that indices stay valid, and in order with the ends kept where they were in order."""
     if tensor.numel() == 0 or overlaps_itself(tensor):
         return tensor
-    on = {"generator": generator, "device": tensor.device}
+    shape, device = tensor.shape, tensor.device
     if tensor.is_floating_point() or tensor.is_complex():
         wide = torch.complex64 if tensor.is_complex() else torch.float32
         values = tensor.to(wide)
         finite = values[torch.isfinite(values)]
         deviation = float(finite.std(correction=0).real) if finite.numel() else 0.0
         center = finite.mean() if finite.numel() else torch.zeros((), dtype=wide, device=tensor.device)
-        return (center + torch.randn(tensor.shape, dtype=wide, **on) * (deviation or 1.0)).to(tensor.dtype)
+        return (center + torch.randn(shape, generator=generator, dtype=wide, device=device) * (deviation or 1.0)).to(
+            tensor.dtype
+        )
     if tensor.dtype == torch.bool:
-        return torch.randint(2, tensor.shape, **on).to(torch.bool)
+        return torch.randint(2, shape, generator=generator, device=device).to(torch.bool)
     low, high = int(tensor.min()), int(tensor.max())
-    drawn = torch.randint(low, high + 1, tensor.shape, **on).to(tensor.dtype)
+    drawn = torch.randint(low, high + 1, shape, generator=generator, device=device).to(tensor.dtype)
     if tensor.dim() == 1 and tensor.numel() > 1 and bool((tensor[1:] >= tensor[:-1]).all()):
         drawn = drawn.sort().values
         drawn[0], drawn[-1] = low, high

@@ -23,7 +23,7 @@ from breakgraph.verify.compare import digest
 from breakgraph.verify.report import StepReport, VerifyReport, VerifySummary
 
 NUM_ROUNDS = 3
-_NUM_BYSTANDERS = 2
+NUM_BYSTANDERS = 2
 """Blocks of no request, which must be the same afterwards."""
 
 
@@ -188,7 +188,7 @@ class _Bucket:
         """Every arm of every step."""
         spec = self._runner.spec
         for number, live in enumerate(sizes_of(spec, self._size, self._rng, self._rounds)):
-            usable = self._limits.blocks[: max(1, len(self._limits.blocks) - _NUM_BYSTANDERS)]
+            usable = self._limits.blocks[: max(1, len(self._limits.blocks) - NUM_BYSTANDERS)]
             limits = Limits(blocks=usable, vocab_size=self._limits.vocab_size, max_model_len=self._limits.max_model_len)
             batch = random_batch(spec, self._size, live, limits, self._rng, few=number % 2 == 0)
             if spec.bucket_for(batch.num_tokens, batch.num_reqs) != self._size:
@@ -202,7 +202,7 @@ class _Bucket:
                 break
 
     def _case(self, batch: StepBatch) -> RunnerCase:
-        bystanders = list(self._limits.blocks)[len(self._limits.blocks) - _NUM_BYSTANDERS :]
+        bystanders = list(self._limits.blocks)[len(self._limits.blocks) - NUM_BYSTANDERS :]
         watched = sorted({*bystanders, *(block for table in batch.block_tables for block in table)})
         device = self._runner.device
         fill_blocks(self._kv, torch.tensor(watched, device=device), self._rng.randrange(1 << 31))

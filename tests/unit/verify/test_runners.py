@@ -135,8 +135,6 @@ def test_keys_that_go_to_the_slots_of_another_step(device: torch.device) -> None
             out.copy_(store(k, layer))
             running["eagerly"] = False
 
-
-    kv = None  # type: ignore[assignment]
     model = Misplaced(device)
     holder: dict[str, Any] = {}
 
@@ -164,7 +162,6 @@ def test_metadata_that_a_load_forgets(device: torch.device, monkeypatch: pytest.
         return fields
 
     with toy_runner("prefill", device) as (runner, kv):
-
         monkeypatch.setattr(StaticBuffers, "load", forgetful)
         report = first_wrong(verify_runners([runner], kv, LIMITS))
     assert report.steps[-1].verdict is Verdict.DIFFERENT
@@ -186,7 +183,6 @@ def test_blocks_of_others_that_a_replay_writes(device: torch.device) -> None:
             hidden = spill(hidden)
             running["eagerly"] = False
             return hidden
-
 
     with toy_runner("prefill", device, Spilling(device).forward) as (runner, kv):
         report = first_wrong(verify_runners([runner], kv, LIMITS))
