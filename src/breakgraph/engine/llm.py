@@ -39,7 +39,8 @@ class LLM:
 
     Raises:
         ConfigError: an option that cannot be used, or a model that cannot be loaded.
-        CaptureError: a bucket could not be captured, or verify="startup" found a replay that differs from eager. Like a Ctrl-C, it leaves nothing behind.
+        CaptureError: a bucket could not be captured, or (VerificationError) verify="startup" found a replay that
+            differs from eager. Like a Ctrl-C, it leaves nothing behind.
     """
 
     def __init__(self, model: str | Path, *, use_tqdm: bool = True, **options: Any) -> None:
