@@ -27,7 +27,7 @@ class CapturedGraph:
     def __init__(self, family: PlanFamily, backend: Backend, call: Call) -> None:
         self._family = family
         self._backend = backend
-        self._call = call
+        self._call: Call | None = call
         self._outputs: Tree = None
         self._is_closed = False
 
@@ -81,12 +81,13 @@ class CapturedGraph:
         """
         self._check_open()
         self._outputs = None
+        assert self._call is not None, "an open graph has its callable"
         return verify_call(self._call)
 
     def close(self) -> None:
         """Destroy the graphs and give their memory back. Safe to call twice."""
         self._is_closed = True
-        self._outputs = None
+        self._outputs = self._call = None
         self._backend.close()
         self._family.close()
 

@@ -80,13 +80,17 @@ class LiveCheck:
             report = check_result(case, case.result(logits))
             self._verdicts[report.verdict] += 1
             if not report.ok:
-                self._tell(runner, case, VerifyReport(subject=str(runner.spec.phase), steps=(report,)))
+                self._tell(case, VerifyReport(subject=runner.spec.phase, steps=(report,)))
+        except Exception:
+            # The step is done and its answer stands, whatever became of the check.
+            logger.exception("a %s step could not be compared with eager", runner.spec.phase)
+            self._skipped["check_raised"] += 1
         finally:
             write_slots(self._kv, slots, written)
             device.set_rng_state(rng_after)
         return logits
 
-    def _tell(self, runner: Runner, case: RunnerCase, report: VerifyReport) -> None:
+    def _tell(self, case: RunnerCase, report: VerifyReport) -> None:
         if self._verdicts[Verdict.DIFFERENT] > MAX_FULL_REPORTS:
             return
         culprit = find_culprit(case)

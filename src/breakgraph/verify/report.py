@@ -126,6 +126,8 @@ class VerifyReport:
 
     def __str__(self) -> str:
         """At most 80 columns wide; of the wrong steps, the first in full."""
+        if not self.steps:
+            return f"{self.subject}: not tried, the free KV blocks hold no step of this size"
         counts = Counter(step.verdict.value.replace("_", " ") for step in self.steps)
         lines = [f"{self.subject}: {', '.join(f'{count} {verdict}' for verdict, count in sorted(counts.items()))}"]
         roundings = [step.rounding for step in self.steps if step.rounding is not None]
@@ -189,6 +191,7 @@ class VerifySummary:
             "ok": self.ok,
             "num_plans": len(self.reports),
             "num_wrong_plans": len(self.wrong),
+            "num_untried_plans": sum(not report.steps for report in self.reports),
             "num_steps": self.num_steps,
             "verify_sec": self.seconds,
             "snapshot_bytes": self.snapshot_bytes,
@@ -198,6 +201,9 @@ class VerifySummary:
     def line(self) -> str:
         """All of it in one line."""
         verdict = "all equal to eager" if self.ok else f"{len(self.wrong)} WRONG"
+        untried = [report.subject for report in self.reports if not report.steps]
+        if untried:
+            verdict += f" but {', '.join(untried)}, for which there were too few KV blocks"
         peak = "" if self.peak_bytes is None else f", {self.peak_bytes / 2**20:.1f} MiB at the peak"
         return (
             f"verified {len(self.reports)} plans in {self.num_steps} steps, {verdict}: {self.seconds:.2f} s, "

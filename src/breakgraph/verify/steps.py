@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from breakgraph.attention import KVCacheBuffers
+from breakgraph.attention.kv_buffers import RESERVED_BLOCK
 from breakgraph.graph import BreakWatcher, get_device, watch_eager
 from breakgraph.graph.eager_break import BreakSpec
 from breakgraph.graph.tree import Tree
@@ -20,9 +21,13 @@ from breakgraph.verify.arms import Case, check
 from breakgraph.verify.batches import Limits, describe, random_batch, sizes_of
 from breakgraph.verify.bisect import find_culprit
 from breakgraph.verify.compare import digest
-from breakgraph.verify.report import StepReport, VerifyReport, VerifySummary
+from breakgraph.verify.report import Culprit, StepReport, Verdict, VerifyReport, VerifySummary
 
 NUM_ROUNDS = 3
+_UNDEFINED = (
+    "it leaves the rows past the live ones as they were, and something after it mixes rows; declare valid_rows=, or "
+    "fill them in the break"
+)
 NUM_BYSTANDERS = 2
 """Blocks of no request, which must be the same afterwards."""
 
@@ -31,10 +36,13 @@ class RunnerCase(Case):
     """One step of a runner.
 
     Args:
-        start: What the slots that the step writes hold before it, see :func:`read_slots`.
+        start: What the slots that the step writes hold before it, see :func:`read_slots`; None: zeros.
         rng: State of the random generators before it.
         watched: KV blocks in which nothing but those slots may change.
         poisons: Whether pool and inputs may be overwritten: not while somebody is served.
+
+    Attributes:
+        undefined_by: The first break that was seen to leave rows past the live ones as they were.
     """
 
     def __init__(
@@ -43,7 +51,7 @@ class RunnerCase(Case):
         batch: StepBatch,
         kv: KVCacheBuffers,
         *,
-        start: Sequence[Tensor],
+        start: Sequence[Tensor] | None,
         rng: Any,
         watched: Sequence[int],
         poisons: bool = True,
@@ -55,6 +63,7 @@ class RunnerCase(Case):
         self._start = start
         self._rng = rng
         self._poisons = poisons
+        self.undefined_by: str | None = None
         self._slots = slots_of(batch, runner.device)
         self._watched = torch.tensor(list(watched), device=runner.device)
         self._bucket = runner.spec.bucket_for(batch.num_tokens, batch.num_reqs)
@@ -66,11 +75,10 @@ class RunnerCase(Case):
 
     def result(self, logits: Tensor) -> Tree:
         """Logits, the KV that was written, and a digest of the blocks around it."""
-        blocks = [t.index_select(0, self._watched) for t in _tensors_of(self._kv)]
         return {
             "logits": logits,
             "written KV": read_slots(self._kv, self._slots),
-            "KV of the blocks": torch.cat([digest(block) for block in blocks]),
+            "KV of the blocks": torch.cat([digest(t.index_select(0, self._watched)) for t in _tensors_of(self._kv)]),
         }
 
     def eager(self) -> Tree:
@@ -86,8 +94,17 @@ class RunnerCase(Case):
         if self._num_padding == 0:
             return None
         self.reset()
-        with watch_eager(_TailPoison(self._batch.num_tokens, self._batch.num_tokens + self._num_padding)):
-            return self.result(self._runner.run_padded_eager(self._batch))
+        tails = _TailPoison(self._batch.num_tokens, self._batch.num_tokens + self._num_padding)
+        reserved = torch.tensor([RESERVED_BLOCK], device=self._runner.device)
+        before = [t.index_select(0, reserved) for t in _tensors_of(self._kv)]
+        try:
+            with watch_eager(tails):
+                result = self.result(self._runner.run_padded_eager(self._batch))
+        finally:  # padding rows write keys and values there, and masked reads of them must stay finite
+            for tensor, value in zip(_tensors_of(self._kv), before, strict=True):
+                tensor.index_copy_(0, reserved, value)
+        self.undefined_by = tails.left_by
+        return result
 
     def raw(self) -> Tensor | None:
         if self._num_padding == 0:
@@ -119,18 +136,26 @@ class RunnerCase(Case):
 
 
 class _TailPoison(BreakWatcher):
-    """Puts NaN into the padding rows of what a break writes, before it runs."""
+    """Puts NaN into the padding rows of what a break writes, before it runs, and sees who leaves it there."""
 
     def __init__(self, num_live: int, num_rows: int) -> None:
         self._num_live = num_live
         self._num_rows = num_rows
+        self.left_by: str | None = None
 
     def before(self, spec: BreakSpec, tensors: Sequence[Tensor], mutated: Sequence[Tensor]) -> None:
-        for tensor in mutated:
-            if tensor.is_floating_point() and tensor.dim() > spec.row_dim:
-                rows = tensor.shape[spec.row_dim]
-                if rows == self._num_rows:
-                    tensor.narrow(spec.row_dim, self._num_live, rows - self._num_live).fill_(float("nan"))
+        for tail in self._tails(spec, mutated):
+            tail.fill_(float("nan"))
+
+    def after(self, spec: BreakSpec, mutated: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        if self.left_by is None and any(bool(tail.isnan().any()) for tail in self._tails(spec, mutated)):
+            self.left_by = spec.name
+
+    def _tails(self, spec: BreakSpec, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        for tensor in tensors:
+            has_rows = tensor.dim() > spec.row_dim and tensor.shape[spec.row_dim] == self._num_rows
+            if has_rows and tensor.is_floating_point():
+                yield tensor.narrow(spec.row_dim, self._num_live, self._num_rows - self._num_live)
 
 
 def verify_runners(
@@ -206,16 +231,16 @@ class _Bucket:
         watched = sorted({*bystanders, *(block for table in batch.block_tables for block in table)})
         device = self._runner.device
         fill_blocks(self._kv, torch.tensor(watched, device=device), self._rng.randrange(1 << 31))
-        slots = slots_of(batch, device)
-        start = [torch.zeros_like(t) for t in read_slots(self._kv, slots)]
         rng = get_device(device).rng_state()
-        return RunnerCase(self._runner, batch, self._kv, start=start, rng=rng, watched=watched)
+        return RunnerCase(self._runner, batch, self._kv, start=None, rng=rng, watched=watched)
 
     def report(self) -> VerifyReport:
         """What came out; finds the culprit of a wrong step."""
-        culprit = None
-        if self._wrong is not None and self._steps[-1].verdict.value != "padding":
-            culprit = find_culprit(self._wrong)
+        culprit, wrong = None, self._wrong
+        if wrong is not None and self._steps[-1].verdict is not Verdict.PADDING:
+            culprit = find_culprit(wrong)
+        elif wrong is not None and wrong.undefined_by is not None:
+            culprit = Culprit(segment=None, break_name=wrong.undefined_by, hint=_UNDEFINED)
         return VerifyReport(subject=str(self._runner.spec.key(self._size)), steps=tuple(self._steps), culprit=culprit)
 
 
@@ -229,8 +254,12 @@ def read_slots(kv: KVCacheBuffers, slots: Tensor) -> list[Tensor]:
     return [t.flatten(0, 1).index_select(0, slots) for t in _tensors_of(kv)]
 
 
-def write_slots(kv: KVCacheBuffers, slots: Tensor, values: Sequence[Tensor]) -> None:
-    """The other way round."""
+def write_slots(kv: KVCacheBuffers, slots: Tensor, values: Sequence[Tensor] | None) -> None:
+    """The other way round; None is zeros."""
+    if values is None:
+        for tensor in _tensors_of(kv):
+            tensor.flatten(0, 1).index_fill_(0, slots, 0)
+        return
     for tensor, value in zip(_tensors_of(kv), values, strict=True):
         tensor.flatten(0, 1).index_copy_(0, slots, value)
 

@@ -18,6 +18,7 @@ from breakgraph.runners import Runner
 from breakgraph.verify import LiveCheck, VerifySummary
 from unit.engine.small import SMALL
 
+FEW: dict[str, Any] = {"prefill_buckets": (16,), "decode_buckets": (8,)}
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [40, 41, 42], list(range(60, 90))]
 PARAMS = [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
           SamplingParams(temperature=1.0, seed=3, max_tokens=6, ignore_eos=True),
@@ -40,18 +41,18 @@ def kv_bytes(llm: LLM) -> list[torch.Tensor]:
 
 
 def test_at_startup(llama_folder: Path, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="breakgraph"), make(llama_folder, device, verify="startup") as llm:
+    with caplog.at_level(logging.INFO, logger="breakgraph"), make(llama_folder, device, verify="startup", **FEW) as llm:
         cost = llm.stats()["verify"]["startup"]
-        assert (cost["ok"], cost["num_plans"], cost["num_steps"]) == (True, 4, 12)
+        assert (cost["ok"], cost["num_plans"], cost["num_steps"]) == (True, 2, 6)
         assert cost["verify_sec"] > 0
         assert cost["snapshot_bytes"] > 0
         assert llm.stats()["verify"]["live"] is None
         assert llm.stats()["num_free_kv_blocks"] == llm.stats()["num_kv_blocks"] - 1
         assert all(not r["num_replays_by_bucket"] for r in llm.stats()["runners"].values())
         verified = answers(llm)
-    lines = [r.getMessage() for r in caplog.records if "verified 4 plans in 12 steps, all equal to eager" in r.message]
+    lines = [r.getMessage() for r in caplog.records if "verified 2 plans in 6 steps, all equal to eager" in r.message]
     assert len(lines) == 1
-    with make(llama_folder, device) as llm:
+    with make(llama_folder, device, **FEW) as llm:
         assert llm.stats()["verify"] == {"startup": None, "live": None}
         assert answers(llm) == verified
 
@@ -81,7 +82,7 @@ def test_at_startup_a_difference_is_an_error_and_everything_is_closed(
     close = Engine.close
     monkeypatch.setattr(Engine, "close", lambda self: (closed.append(self), close(self)))
     with pytest.raises(VerificationError, match="replays differ from eager") as caught:
-        make(llama_folder, device, verify="startup", prefill_buckets=(16,), decode_buckets=(8,))
+        make(llama_folder, device, verify="startup", **FEW)
     assert len(closed) == 1
     assert closed[0].kv is None
     summary = caught.value.report
@@ -108,7 +109,7 @@ def test_a_sample_of_the_steps_changes_nothing(llama_folder: Path, device: torch
 def test_a_share_is_drawn_the_same_way_every_time(llama_folder: Path, device: torch.device) -> None:
     counts = []
     for _ in range(2):
-        with make(llama_folder, device, verify="sample:0.5", prefill_buckets=(16,), decode_buckets=(8,)) as llm:
+        with make(llama_folder, device, verify="sample:0.5", **FEW) as llm:
             answers(llm)
             counts.append(llm.stats()["verify"]["live"]["num_equal"])
             replays = sum(sum(r["num_replays_by_bucket"].values()) for r in llm.stats()["runners"].values())
@@ -119,11 +120,10 @@ def test_a_share_is_drawn_the_same_way_every_time(llama_folder: Path, device: to
 def test_a_difference_is_counted_logged_and_served(
     llama_folder: Path, device: torch.device, wrong_replays: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = {"prefill_buckets": (16,), "decode_buckets": (8,)}
     wrong_replays()
-    with make(llama_folder, device, **options) as llm:
+    with make(llama_folder, device, **FEW) as llm:
         want, cached = answers(llm), kv_bytes(llm)
-    with make(llama_folder, device, verify="sample:1", **options) as llm:
+    with make(llama_folder, device, verify="sample:1", **FEW) as llm:
         assert answers(llm) == want
         assert all(torch.equal(one, other) for one, other in zip(kv_bytes(llm), cached, strict=True))
         counts = llm.stats()["verify"]["live"]
@@ -166,6 +166,25 @@ def test_steps_that_cannot_be_compared_are_skipped_and_counted(
     assert skipped.pop("model_state") > 0
     assert sum(skipped.values()) > 0
     assert all(reason.startswith("eager_") for reason in skipped)
+
+
+def test_a_check_that_raises_costs_no_answer(
+    llama_folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_memory(self: Runner, batch: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory for this")
+
+    options = {**FEW, "verify": "sample:0.5"}
+    with make(llama_folder, device, **options) as llm:
+        want, cached = answers(llm), kv_bytes(llm)
+    monkeypatch.setattr(Runner, "run_padded_eager", no_memory)
+    with make(llama_folder, device, **options) as llm:
+        assert answers(llm) == want
+        assert all(torch.equal(one, other) for one, other in zip(kv_bytes(llm), cached, strict=True))
+        counts = llm.stats()["verify"]["live"]
+    assert counts["num_skipped_by_reason"]["check_raised"] > 0
+    assert counts["num_equal"] == 0
+    assert any("could not be compared with eager" in r.getMessage() for r in caplog.records)
 
 
 def test_on_demand_and_only_while_idle(llm: LLM) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,6 +113,8 @@ def test_rows_past_the_live_ones_that_reach_them(device: torch.device) -> None:
     assert report.steps[-1].verdict is Verdict.PADDING
     assert report.steps[-1].differences[0].num_non_finite > 0
     assert "rows past the live ones reach live results" in str(report)
+    assert "live_rows_only" in report.culprit.break_name
+    assert "declare valid_rows=" in report.culprit.hint
 
 
 def test_keys_that_go_to_the_slots_of_another_step(device: torch.device) -> None:
@@ -207,3 +210,31 @@ def test_the_live_buffers_and_the_stats_are_not_touched(device: torch.device) ->
         verify_runners([runner], kv, LIMITS)
         assert runner.stats.to_dict()["num_replays_by_bucket"] == {}
         assert same_bits(kv.key[0][0][1:], reserved[1:])
+
+
+def test_what_padding_leaves_behind_does_not_stay_in_the_reserved_block(device: torch.device) -> None:
+    """Masked reads multiply it by zero, and zero times NaN is NaN."""
+
+    @eager_on_graph(mutates=("out",))
+    def live_rows_only(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer: int) -> None:
+        live = current_step().step.num_tokens
+        attend(q, k, v, full := torch.empty_like(out), layer)
+        out[:live] = full[:live]
+
+    class Undefined(Faulty):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer: int) -> None:
+            live_rows_only(q, k, v, out, layer)
+
+    with toy_runner("prefill", device, Undefined(device).forward) as (runner, kv):
+        summary = verify_runners([runner], kv, LIMITS)
+        assert summary.ok, "no live row reads them"
+        assert all(bool(t.isfinite().all()) for buffers in (kv.key, kv.value) for t in buffers.values())
+
+
+def test_a_bucket_that_the_blocks_cannot_fill_is_said(device: torch.device) -> None:
+    few = dataclasses.replace(LIMITS, blocks=range(1, 4))
+    with toy_runner("prefill", device) as (runner, kv):
+        summary = verify_runners([runner], kv, few)
+    assert summary.cost()["num_untried_plans"] == 1
+    assert "not tried" in str(summary.reports[1])
+    assert "but prefill[16], for which there were too few KV blocks" in summary.line()
