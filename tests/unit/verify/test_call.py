@@ -100,6 +100,28 @@ def test_a_stale_break_is_named(x: Tensor) -> None:
     assert "reads values" in report.culprit.hint
 
 
+def test_a_stale_break_that_writes_in_place_is_told_from_the_segment_before_it(x: Tensor) -> None:
+    """What it writes held anything before: that alone does not put the blame on the operators."""
+    calls = {"replay": False}
+
+    @breakgraph.eager_on_graph(mutates=("out",))
+    def stale(x: Tensor, out: Tensor) -> None:
+        out.copy_(x + 1 if calls["replay"] else x)
+
+    def forward(x: Tensor) -> Tensor:
+        calls["replay"] = False
+        y = double(x).sin()
+        out = torch.empty_like(y)
+        stale(y, out)
+        calls["replay"] = True
+        return out.cos()
+
+    report = wrong_report(forward, x)
+    assert report.culprit is not None
+    assert report.culprit.segment is None
+    assert "stale" in str(report.culprit.break_name)
+
+
 @pytest.mark.parametrize("backend", ["breakable", "full"])
 def test_a_number_that_python_took_from_the_inputs_is_found_at_its_operator(backend: str) -> None:
     """The first values decide a number, which the graph then holds: the input is read behind the recorder's back."""
