@@ -55,7 +55,7 @@ def _first_break(first: BreakLog, second: BreakLog, got: BreakLog, has_raised: b
         return same_point(one, two) and not same_point(one, other)
 
     for index, name in enumerate(first.names):
-        if index >= len(got.names):
+        if index >= len(got.names) or got.names[index] != name:
             return Culprit(segment=index, break_name=name), False
         if differs("given", index):
             return Culprit(segment=index, break_name=name), False

@@ -185,6 +185,19 @@ def test_a_python_value_that_changed_since_the_capture(x: Tensor) -> None:
     assert "a Python value that the plan holds has changed since" in report.culprit.hint
 
 
+def test_another_break_than_the_captured_one(x: Tensor) -> None:
+    @breakgraph.eager_on_graph
+    def triple(x: Tensor) -> Tensor:
+        return x * 3
+
+    chosen = {"break": double}
+    with torch.no_grad(), breakgraph.capture(lambda x: chosen["break"](double(x).exp()).neg(), x) as graph:
+        chosen["break"] = triple
+        report = graph.verify()
+    assert report.culprit is not None
+    assert (report.culprit.segment, "triple" in str(report.culprit.break_name)) == (1, True)
+
+
 def test_state_that_is_not_declared_shows_in_the_eager_runs(x: Tensor) -> None:
     count = torch.zeros(1, device=x.device)
 
