@@ -33,11 +33,15 @@ def answers(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
 
-def kv_bytes(llm: LLM) -> list[torch.Tensor]:
-    """All blocks but the reserved one."""
+def kv_tensors(llm: LLM) -> list[torch.Tensor]:
     kv = llm.engine.kv
     assert kv is not None
-    return [t[1:].clone() for buffers in (kv.key, kv.value) for t in buffers.values()]
+    return [t for buffers in (kv.key, kv.value) for t in buffers.values()]
+
+
+def kv_bytes(llm: LLM) -> list[torch.Tensor]:
+    """All blocks but the reserved one."""
+    return [t[1:].clone() for t in kv_tensors(llm)]
 
 
 def test_at_startup(llama_folder: Path, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
@@ -166,6 +170,36 @@ def test_steps_that_cannot_be_compared_are_skipped_and_counted(
     assert skipped.pop("model_state") > 0
     assert sum(skipped.values()) > 0
     assert all(reason.startswith("eager_") for reason in skipped)
+
+
+def test_an_eager_run_leaves_no_kv_and_no_random_numbers_behind(
+    llama_folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, run_eagerly = Runner.run, Runner.run_padded_eager
+
+    def drawing(self: Runner, batch: Any) -> Any:
+        torch.rand(1)
+        return run(self, batch)
+
+    def untidy(self: Runner, batch: Any) -> Any:
+        logits = run_eagerly(self, batch)
+        torch.rand(3)
+        for tensor in kv_tensors(llm):
+            tensor.flatten(0, 1)[[int(slot) for slot in batch.slot_mapping]] = 7
+        return logits
+
+    monkeypatch.setattr(Runner, "run", drawing)
+    monkeypatch.setattr(Runner, "run_padded_eager", untidy)
+    found = []
+    for verify in (None, "sample:0.5"):
+        with make(llama_folder, device, verify=verify, **FEW) as llm:
+            torch.manual_seed(11)
+            found.append((answers(llm), kv_bytes(llm), torch.get_rng_state()))
+            counts = llm.stats()["verify"]["live"]
+    assert counts["num_different"] > 0
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
+    assert torch.equal(found[0][2], found[1][2])
 
 
 def test_a_check_that_raises_costs_no_answer(
