@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from breakgraph.backends import Backend, make_backend
-from breakgraph.errors import ClosedError, ConfigError, StaleOutputError
+from breakgraph.errors import ClosedError, ConfigError, StaleOutputError, VerificationError
 from breakgraph.graph import OutputPolicy, PlanFamily, PlanReport, ShapeKey
+from breakgraph.graph.modes import ExecMode
 from breakgraph.graph.tree import Tree, tree_leaves
+from breakgraph.verify import VerifyReport, verify_call
+from breakgraph.verify.call import Call
 
 _KEY = ShapeKey("capture", 0)
 
@@ -21,9 +24,10 @@ class CapturedGraph:
     Owns: its plan family and backend. Closed by: the caller, or the end of a ``with`` block.
     """
 
-    def __init__(self, family: PlanFamily, backend: Backend) -> None:
+    def __init__(self, family: PlanFamily, backend: Backend, call: Call) -> None:
         self._family = family
         self._backend = backend
+        self._call: Call | None = call
         self._outputs: Tree = None
         self._is_closed = False
 
@@ -64,10 +68,26 @@ class CapturedGraph:
         self._check_open()
         return self._backend.explain()[_KEY]
 
+    def verify(self) -> VerifyReport:
+        """Compare replays in poisoned memory with eager runs, on the values of the static inputs and on random ones.
+
+        Inputs, ``state`` and random generators are as before when it returns; outputs have to be replayed again.
+
+        Returns:
+            ``ok``, and where the first difference comes from; prints as text.
+
+        Raises:
+            ClosedError: the graph was closed.
+        """
+        self._check_open()
+        self._outputs = None
+        assert self._call is not None, "an open graph has its callable"
+        return verify_call(self._call)
+
     def close(self) -> None:
         """Destroy the graphs and give their memory back. Safe to call twice."""
         self._is_closed = True
-        self._outputs = None
+        self._outputs = self._call = None
         self._backend.close()
         self._family.close()
 
@@ -88,6 +108,7 @@ def capture(
     backend: str = "breakable",
     outputs: OutputPolicy = "borrow",
     state: Sequence[torch.Tensor] = (),
+    verify: bool = False,
 ) -> CapturedGraph:
     """Capture ``fn(*static_inputs)`` as CUDA-graph segments with eager breaks between them.
 
@@ -100,21 +121,40 @@ def capture(
             recorded).
         outputs: ``"borrow"`` (valid until the next replay) or ``"copy"``.
         state: Tensors that ``fn`` updates in place; capture leaves them as they were.
+        verify: Compare with eager before returning, see :meth:`CapturedGraph.verify`.
 
     Raises:
         ConfigError: inputs on several devices or none, or a backend that does not capture.
         CaptureError: nothing was captured; an exception of ``fn``'s own arrives unchanged.
+        VerificationError: a replay differs from eager; nothing is kept of it.
     """
     family = PlanFamily(_one_device(fn, static_inputs))
+    mode = ExecMode.current(family.device.torch_device.type)
     try:
         chosen = make_backend(backend, family)
         if not chosen.captures:
             raise ConfigError(f"expected a capturing backend, got {backend!r}; call the function, or use debug_eager")
         chosen.capture(_KEY, lambda: fn(*static_inputs), state, outputs)
+        call = Call(
+            fn=fn,
+            inputs=static_inputs,
+            state=state,
+            replay=lambda: chosen.replay(_KEY),
+            family=family,
+            mode=mode,
+            breaks=not chosen.records_breaks,
+        )
+        if verify:
+            _raise_if_wrong(verify_call(call))
     except BaseException:
         family.close()
         raise
-    return CapturedGraph(family, chosen)
+    return CapturedGraph(family, chosen, call)
+
+
+def _raise_if_wrong(report: VerifyReport) -> None:
+    if not report.ok:
+        raise VerificationError(f"the replay differs from eager, so the capture was dropped\n{report}", report)
 
 
 def _one_device(fn: Callable[..., Tree], static_inputs: Sequence[Any]) -> torch.device:

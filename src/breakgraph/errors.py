@@ -20,6 +20,7 @@
     │   ├── PoolLeakError                    a pool tensor that outlived the capture
     │   ├── EmptySegmentError                operations were seen, the graph holds none
     │   ├── ForeignCaptureError              a marked call while somebody else captures on this stream
+    │   ├── VerificationError                a replay differs from eager; carries the report
     │   └── CaptureUnavailableError          an earlier failure left this process unable to capture
     ├── ReplayError (RuntimeError)           this replay is void, the plan is not
     │   ├── ResultMismatchError              a break's result no longer matches its boundary
@@ -106,6 +107,14 @@ class EmptySegmentError(CaptureError):
 
 class ForeignCaptureError(CaptureError):
     """A marked call ran while its stream was being captured by somebody else."""
+
+
+class VerificationError(CaptureError):
+    """A replay does not give what eager gives. ``report`` says where it begins to differ."""
+
+    def __init__(self, message: str, report: object) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class CaptureUnavailableError(CaptureError):

@@ -15,7 +15,7 @@ from breakgraph.errors import UnknownNameError
 ENGINE = """
     --attention --block-size --cache-dir --decode-backend --decode-buckets --device --dtype --gpu-memory-utilization
     --load-format --max-model-len --max-num-batched-tokens --max-num-seqs --model --no-enable-prefix-caching
-    --num-gpu-blocks-override --prefill-backend --prefill-buckets --prefill-request-slots --seed
+    --num-gpu-blocks-override --prefill-backend --prefill-buckets --prefill-request-slots --seed --verify
 """
 SAMPLING = "--ignore-eos --max-tokens --min-p --stop --stop-token-ids --temperature --top-k --top-p"
 OPTIONS = {
@@ -23,6 +23,7 @@ OPTIONS = {
     "demo": "--cache-dir --device",
     "env": "--json",
     "generate": f"--chat --json --prompt --prompt-token-ids {SAMPLING} {ENGINE}",
+    "verify": f"--json {ENGINE.replace('--verify', '')}",
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from contract.source_tree import ROOT, SRC, Import, Module, all_modules, is_module, modules_of, parse_module
 
-_ENGINE_AND_BELOW = {"graph", "backends", "attention", "models", "runners", "engine"}
+_ENGINE_AND_BELOW = {"graph", "backends", "attention", "models", "runners", "verify", "engine"}
 
 # What a unit may import besides itself and `errors`. A new package gets a row before it gets an import.
 LAYERS: dict[str, set[str]] = {
@@ -19,8 +19,9 @@ LAYERS: dict[str, set[str]] = {
     "attention": {"graph"},
     "models": {"graph", "attention"},
     "runners": {"graph", "backends", "attention"},
-    "engine": {"graph", "backends", "attention", "models", "runners"},
-    "api": {"graph", "backends"},
+    "verify": {"graph", "backends", "attention", "runners"},
+    "engine": {"graph", "backends", "attention", "models", "runners", "verify"},
+    "api": {"graph", "backends", "verify"},
     "bench": _ENGINE_AND_BELOW,
     "report": {"bench"},
     "cli": _ENGINE_AND_BELOW | {"api", "bench", "report"},
@@ -41,6 +42,7 @@ FORBIDDEN_PACKAGES = {
     "backends": {"transformers"},
     "attention": {"transformers"},
     "runners": {"transformers"},
+    "verify": {"transformers"},
     "report": {"torch", "transformers"},
 }
 STDLIB_AND_TORCH_ONLY = {"graph"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def int_list(text: str) -> tuple[int, ...]:
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "str": str,
     "int": int,
+    "str | None": str,
     "int | None": int,
     "float": float,
     "Sequence[int] | None": int_list,
@@ -34,12 +35,14 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """One flag for each field of EngineConfig, with its default and help."""
+def add_engine_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
+    """One flag for each field of EngineConfig but those ``without``, with its default and help."""
     from breakgraph.engine.config import EngineConfig
 
     group = parser.add_argument_group("engine options")
     for field in dataclasses.fields(EngineConfig):
+        if field.name in without:
+            continue
         default = DEFAULT_MODEL if field.name == "model" else field.default
         _add_flag(group, field, default)
 
@@ -62,7 +65,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of LLM, `model` included."""
     from breakgraph.engine.config import EngineConfig
 
-    options = {field.name: getattr(args, field.name) for field in dataclasses.fields(EngineConfig)}
+    names = [field.name for field in dataclasses.fields(EngineConfig)]
+    options = {name: getattr(args, name) for name in names if hasattr(args, name)}
     options["seed"] = EngineConfig.seed if args.seed is None else args.seed
     options["cache_dir"] = args.cache_dir or os.environ.get(CACHE_VARIABLE) or None
     return options

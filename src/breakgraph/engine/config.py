@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SAMPLE = "sample:"
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 _BACKENDS = "breakable, full, eager or debug_eager"
@@ -68,6 +69,10 @@ class EngineConfig:
     seed: int = field(default=0, metadata={"help": "for dummy weights and for requests without a seed"})
     prefill_buckets: Sequence[int] | None = field(default=None, metadata={"help": "captured sizes, in tokens"})
     decode_buckets: Sequence[int] | None = field(default=None, metadata={"help": "captured sizes, in requests"})
+    verify: str | None = field(
+        default=None,
+        metadata={"help": "startup: compare replays with eager before serving; sample:0.01: that share of the steps"},
+    )
     cache_dir: str | Path | None = field(default=None, metadata={"help": "where converted models are kept"})
 
     def __post_init__(self) -> None:
@@ -90,8 +95,14 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization must be a number in (0, 1], got {utilization!r}")
         for name in ("prefill_buckets", "decode_buckets"):
             object.__setattr__(self, name, _as_buckets(name, getattr(self, name)))
+        _check_verify(self.verify)
         if self.max_num_batched_tokens is not None and self.max_num_seqs is not None:
             self._check_budget(self.max_num_batched_tokens, self.max_num_seqs)
+
+    @property
+    def verify_fraction(self) -> float:
+        """The share of the served steps that is compared with eager."""
+        return float(self.verify.removeprefix(_SAMPLE)) if self.verify and self.verify.startswith(_SAMPLE) else 0.0
 
     @property
     def sizes(self) -> StepSizes:
@@ -232,6 +243,18 @@ def _choose_max_model_len(limits: ModelLimits, device_type: str) -> _Choice:
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_verify(value: object) -> None:
+    if value is None or value == "startup":
+        return
+    share = value.removeprefix(_SAMPLE) if isinstance(value, str) and value.startswith(_SAMPLE) else ""
+    try:
+        is_share = 0 < float(share) <= 1
+    except ValueError:
+        is_share = False
+    if not is_share:
+        raise ConfigError(f"verify must be startup or {_SAMPLE} and a share in (0, 1], as {_SAMPLE}0.01, got {value!r}")
 
 
 def _check_int(name: str, value: object, low: int) -> None:

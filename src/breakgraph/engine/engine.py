@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from breakgraph.attention import KVCacheBuffers
 from breakgraph.engine.config import EngineConfig
 from breakgraph.engine.detokenizer import Detokenizer
 from breakgraph.engine.device_memory import MemoryPlan
+from breakgraph.engine.kv_cache import num_blocks_for
 from breakgraph.engine.memory_report import MemoryReport, memory_report
 from breakgraph.engine.request import Request
 from breakgraph.engine.sampler import Sampler
@@ -19,12 +21,24 @@ from breakgraph.engine.sampling import SamplingParams
 from breakgraph.engine.scheduler import ScheduledStep, Scheduler
 from breakgraph.engine.stats import engine_stats
 from breakgraph.engine.step_batch import build_batch
-from breakgraph.errors import ClosedError, ConfigError, EmptyPromptError, PromptError, PromptTooLongError
+from breakgraph.errors import (
+    ClosedError,
+    ConfigError,
+    EmptyPromptError,
+    PromptError,
+    PromptTooLongError,
+    VerificationError,
+)
 from breakgraph.graph import PlanFamily
 from breakgraph.runners import Runner
+from breakgraph.verify import NUM_BYSTANDERS, Limits, LiveCheck, VerifySummary, verify_runners
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from breakgraph.graph import PlanReport, ShapeKey
+
+logger = logging.getLogger(__name__)
 
 CaptureProgress = Callable[[str, int, int], None]
 """Called after each capture: key, captures done, captures in all of that runner."""
@@ -47,6 +61,8 @@ class Engine:
 
     Attributes:
         memory: What graphs and steps were measured to need, before anything was captured.
+        verified: The last verification; None before the first.
+        live_check: What compares a share of the served steps with eager; None where the config does not ask for it.
     """
 
     def __init__(
@@ -61,6 +77,7 @@ class Engine:
         scheduler: Scheduler,
         sampler: Sampler,
         memory: MemoryPlan,
+        model_tensors: Sequence[Tensor] = (),
     ) -> None:
         self.config = config
         self.facts = facts
@@ -71,6 +88,10 @@ class Engine:
         self.scheduler = scheduler
         self.sampler = sampler
         self.memory = memory
+        self.verified: VerifySummary | None = None
+        self.live_check: LiveCheck | None = None
+        if config.verify_fraction:
+            self.live_check = LiveCheck(config.verify_fraction, config.seed, kv, model_tensors)
         self._request_ids = map(str, itertools.count())
         self._closed = False
 
@@ -85,6 +106,35 @@ class Engine:
         for runner in self.runners.values():
             runner.capture(progress(runner))
         self.family.device.release_cached()  # warm-ups run beside the pool, and what they took is not needed again
+        if self.config.verify == "startup":
+            summary = self.verify()
+            if not summary.ok:
+                raise VerificationError("\n".join(map(str, ["replays differ from eager", *summary.wrong])), summary)
+        elif self.live_check is not None:
+            self.live_check.look_for_state(self.runners.values())
+
+    def verify(self) -> VerifySummary:
+        """Compares every captured bucket with eager on random steps, in poisoned memory and on blocks of nobody.
+
+        Cached prefixes are given up where their blocks are needed.
+
+        Raises:
+            ConfigError: there are requests.
+        """
+        self._check_open()
+        if self.has_requests:
+            raise ConfigError("there are requests: verify before the first one or after the last")
+        assert self.kv is not None, "an open engine has a KV cache"
+        sizes, allocator = self.config.sizes, self.scheduler.allocator
+        wanted = sizes.max_num_seqs * num_blocks_for(sizes.max_model_len, self.config.block_size) + NUM_BYSTANDERS
+        blocks = allocator.allocate(min(wanted, allocator.num_free))
+        try:
+            limits = Limits(blocks=blocks, vocab_size=self.facts.vocab_size, max_model_len=sizes.max_model_len)
+            self.verified = verify_runners(self.runners.values(), self.kv, limits, seed=self.config.seed)
+        finally:
+            allocator.free(blocks)
+        logger.info("%s", self.verified.line())
+        return self.verified
 
     def make_request(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None = None
@@ -129,7 +179,8 @@ class Engine:
         if step is None:
             return []
         runner = self.runners["decode" if step.is_decode else "prefill"]
-        logits = runner.run(build_batch(step, self.config.block_size))
+        batch = build_batch(step, self.config.block_size)
+        logits = runner.run(batch) if self.live_check is None else self.live_check.run(runner, batch)
         return self.scheduler.commit(step, self._sample(step, logits))
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -164,6 +215,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        self.live_check = None
         runners, self.runners = self.runners, {}
         with ExitStack() as stack:
             stack.callback(setattr, self, "kv", None)

@@ -21,6 +21,7 @@ from breakgraph.runners import Runner
 if TYPE_CHECKING:
     from breakgraph.engine.memory_report import MemoryReport
     from breakgraph.graph import PlanReport, ShapeKey
+    from breakgraph.verify import VerifySummary
 
 Message = Mapping[str, Any]
 """{"role": ..., "content": ...}"""
@@ -38,7 +39,8 @@ class LLM:
 
     Raises:
         ConfigError: an option that cannot be used, or a model that cannot be loaded.
-        CaptureError: a bucket could not be captured. Like a Ctrl-C, it leaves nothing behind.
+        CaptureError: a bucket could not be captured, or (VerificationError) verify="startup" found a replay that
+            differs from eager. Like a Ctrl-C, it leaves nothing behind.
     """
 
     def __init__(self, model: str | Path, *, use_tqdm: bool = True, **options: Any) -> None:
@@ -116,6 +118,14 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """What was captured and what ran how, for each runner; JSON-able, units in the names."""
         return self.engine.stats()
+
+    def verify(self) -> VerifySummary:
+        """Compares every captured bucket with eager on random steps. Takes seconds; ask for it while nothing runs.
+
+        Raises:
+            ConfigError: there are requests.
+        """
+        return self.engine.verify()
 
     def memory_report(self) -> MemoryReport:
         """What each captured bucket needs and what is held in all, in bytes; `to_dict()` of it is JSON-able."""

@@ -78,6 +78,7 @@ def load_engine(config: EngineConfig) -> Engine:
             scheduler=_make_scheduler(config, kv.num_blocks),
             sampler=Sampler(device, config.seed),
             memory=memory,
+            model_tensors=[*model.module.parameters(), *model.module.buffers()],
         )
         on_failure.pop_all()
     return engine

@@ -7,9 +7,11 @@ from breakgraph.graph.packing import AllocationTrace, choose_runs
 from breakgraph.graph.plan import OutputPolicy, Plan
 from breakgraph.graph.report import PlanReport, StepReport
 from breakgraph.graph.shape_key import ShapeKey
+from breakgraph.graph.watch import BreakWatcher, watch_eager
 
 __all__ = [
     "AllocationTrace",
+    "BreakWatcher",
     "Device",
     "EagerBreak",
     "OutputPolicy",
@@ -24,4 +26,5 @@ __all__ = [
     "eager_on_graph",
     "get_device",
     "mark_eager",
+    "watch_eager",
 ]

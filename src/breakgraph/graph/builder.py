@@ -95,7 +95,7 @@ class CaptureBuilder:
         self, spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Tree:  # fmt: skip
         """A marked call while this thread captures: closes the segment, runs the break, opens the next segment."""
-        if not self._breaks or self._in_break or self._failure is not None:
+        if not (self._breaks or spec.always) or self._in_break or self._failure is not None:
             return run_plain(spec, fn, args, kwargs)
         try:
             return self._break(spec, fn, args, kwargs)

@@ -27,9 +27,7 @@ from breakgraph.graph.refusals import HostReadGuard
 class CpuSegment(Segment):
     """A tape and the pool it runs on."""
 
-    def __init__(
-        self, pool: CpuPool, tape: list[TapeEntry | Allocation], pins: Sequence[torch.UntypedStorage]
-    ) -> None:
+    def __init__(self, pool: CpuPool, tape: list[TapeEntry | Allocation], pins: Sequence[torch.UntypedStorage]) -> None:
         self._pool = pool
         self._tape = tape
         self.pins = pins
@@ -198,5 +196,3 @@ class CpuDevice(Device):
 
     def after_failure(self) -> None:
         """See :meth:`check_usable`."""
-
-

@@ -9,19 +9,29 @@ import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, Protocol, overload
 
 import torch
 
 from breakgraph.errors import ConfigError, ForeignCaptureError, ResultMismatchError, UnknownNameError
 from breakgraph.graph.tree import Tree, tree_leaves
 
-if TYPE_CHECKING:
-    from breakgraph.graph.builder import CaptureBuilder
+
+class BreakHandler(Protocol):
+    """What takes the marked calls of a thread: a capture, or somebody who looks on while they run."""
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether what this thread does now is outside of every break."""
+
+    def call_break(
+        self, spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Tree:  # fmt: skip
+        """Run a marked call and return its result."""
 
 
 class _ThreadState(threading.local):
-    builder: CaptureBuilder | None = None
+    builder: BreakHandler | None = None
 
 
 active = _ThreadState()
@@ -38,6 +48,7 @@ class BreakSpec:
         valid_rows: Number of live rows of the current step, or None when all rows are written.
         row_dim: The dimension that ``valid_rows`` counts along, in mutated arguments and in results that have it.
         signature: Of the function as it is called.
+        always: Whether it is a break also in captures that record marked calls.
     """
 
     name: str
@@ -45,6 +56,7 @@ class BreakSpec:
     valid_rows: Callable[[], int] | None
     row_dim: int
     signature: inspect.Signature
+    always: bool = False
 
     @property
     def has_variadic(self) -> bool:
@@ -120,6 +132,7 @@ class EagerBreak:
         valid_rows: Callable[[], int] | None = None,
         row_dim: int = 0,
         name: str | None = None,
+        always: bool = False,
     ) -> None:
         if isinstance(fn, staticmethod | classmethod):
             raise ConfigError(f"put @{type(fn).__name__} above @eager_on_graph, which marks the function itself")
@@ -130,7 +143,7 @@ class EagerBreak:
         functools.update_wrapper(self, fn)
         self.fn = fn
         shown = name or getattr(fn, "__qualname__", repr(fn)).replace("<locals>.", "")
-        self.spec = BreakSpec(shown, tuple(mutates), valid_rows, row_dim, signature)
+        self.spec = BreakSpec(shown, tuple(mutates), valid_rows, row_dim, signature, always)
         self._method_spec: BreakSpec | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tree:

@@ -28,6 +28,7 @@ from breakgraph.graph.outputs import OutputBuffer
 from breakgraph.graph.plan import OutputPolicy, Plan
 from breakgraph.graph.report import CaptureCost
 from breakgraph.graph.tree import Tree
+from breakgraph.graph.watch import BreakWatcher
 
 
 class PlanFamily:
@@ -50,6 +51,7 @@ class PlanFamily:
         self._last_plan: Plan | None = None
         self._last_stream: Any = None
         self._busy: str | None = None
+        self.watcher: BreakWatcher | None = None
         self._is_closed = False
 
     @property
@@ -233,6 +235,15 @@ class PlanFamily:
         self._parked += segments
         if plan in self._plans:
             self._plans.remove(plan)
+
+    @contextmanager
+    def watching(self, watcher: BreakWatcher) -> Iterator[None]:
+        """Show ``watcher`` the tensors of every break that is replayed inside, before it runs and after."""
+        self.watcher = watcher
+        try:
+            yield
+        finally:
+            self.watcher = None
 
     def poison(self) -> int:
         """Fill the pool's free blocks with 0xFF bytes; a replay must not notice. Returns the bytes filled."""

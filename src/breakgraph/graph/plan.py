@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from breakgraph.graph.eager_break import BreakSpec
 from breakgraph.graph.modes import ExecMode
 from breakgraph.graph.report import CaptureCost, PlanReport, StepReport
 from breakgraph.graph.tree import Tree, tree_leaves, tree_map
+from breakgraph.graph.watch import BreakWatcher
 
 if TYPE_CHECKING:
     from breakgraph.graph.family import PlanFamily
@@ -95,6 +97,13 @@ class EagerStep:
         with self.scope():
             self.results.store(self.call(), self.mutated)
 
+    def run_watched(self, watcher: BreakWatcher) -> None:
+        """:meth:`run`, and show the break's tensors before and after."""
+        assert self.results is not None
+        watcher.before(self.spec, self.tensors, self.mutated)
+        self.run()
+        watcher.after(self.spec, self.mutated, [boundary.view for boundary in self.results.boundaries])
+
     def report(self, index: int) -> StepReport:
         """For ``explain()``."""
         assert self.results is not None
@@ -164,12 +173,16 @@ class Plan:
             raise ClosedError(f"{self.label or 'plan'} was closed; capture it again")
         with self._family.replaying(self):
             with self._mode.apply():
-                for launch in self._launches:
+                for launch in self._launches if self._family.watcher is None else self._watched(self._family.watcher):
                     launch()
             if self._policy == "copy":
                 self._copied = tree_map(lambda t, _: t.clone() if isinstance(t, torch.Tensor) else t, self._places)
         self.num_replays += 1
         return self._copied if self._policy == "copy" else self._places
+
+    def _watched(self, watcher: BreakWatcher) -> list[Callable[[], None]]:
+        steps = [step for step in self._steps if step.is_launched]
+        return [s.run if isinstance(s, GraphStep) else partial(s.run_watched, watcher) for s in steps]
 
     @property
     def outputs(self) -> Tree:
@@ -217,4 +230,3 @@ class Plan:
         self._family.park(self, [step.segment for step in self._steps if isinstance(step, GraphStep)])
         self._steps, self._launches, self._pins = [], [], []
         self._places = self._copied = None
-

@@ -23,10 +23,10 @@ _TORCH_FOLDER = str(Path(torch.__file__).parent)
 WAY_OUT = "move it into an eager break (@eager_on_graph or mark_eager), or out of the captured function"
 
 
-def source_line() -> str:
-    """``file:line in function`` of the innermost frame that is neither torch's nor ours."""
+def source_line(*skipped: str) -> str:
+    """``file:line in function`` of the innermost frame outside torch, this folder and those ``skipped``."""
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((_OWN_FOLDER, _TORCH_FOLDER, "<")):
+        if not frame.filename.startswith((_OWN_FOLDER, _TORCH_FOLDER, "<", *skipped)):
             return f"{frame.filename}:{frame.lineno} in {frame.name}"
     return "unknown source line"
 

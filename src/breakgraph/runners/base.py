@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -226,11 +227,48 @@ class Runner(ABC):
         Raises:
             ConfigError: the batch does not fit the phase, the KV cache or any bucket.
         """
-        buffers = self._allocated()
         self.spec.check(batch)
-        fields = buffers.load(batch, self._bucket(batch))
+        with self.in_bucket(batch) as forward:
+            return forward()[: batch.num_reqs].clone()
+
+    @contextmanager
+    def in_bucket(self, batch: StepBatch) -> Iterator[Callable[[], Tensor]]:
+        """A step made ready as for a replay, for whoever calls the forward himself: buffers loaded, metadata in place.
+
+        Yields:
+            The forward, as the bucket's plan was captured from; its logits have a row for each padded request.
+
+        Raises:
+            ConfigError: the batch does not fit the phase or any bucket.
+        """
+        fields = self._allocated().load(batch, self._bucket(batch))
         with torch.no_grad(), use_step(self._plan_attention(batch, fields, in_bucket=True)):
-            return self.forward(fields)[: batch.num_reqs].clone()
+            yield lambda: self.forward(fields)
+
+    def run_replay(self, batch: StepBatch) -> Tensor:
+        """Logits [num_reqs, vocab] of one step by replay, whatever admission says. A clone; not counted in the stats.
+
+        Raises:
+            ConfigError: the batch does not fit the phase, the KV cache or any bucket.
+            ReplayError: the replay is void, or the bucket is not captured.
+        """
+        self._allocated()
+        self.spec.check(batch)
+        return self._replay(batch, self._bucket(batch)).clone()
+
+    def run_eager(self, batch: StepBatch) -> Tensor:
+        """Logits [num_reqs, vocab] of one step without padding. Not counted in the stats.
+
+        Raises:
+            ConfigError: the batch does not fit the phase or the KV cache.
+        """
+        self._check_open()
+        self.spec.check(batch)
+        return self._run_eager(batch)
+
+    def poison_inputs(self) -> None:
+        """Fill the static buffers with values that are harmless as indices, and wrong: the next step rewrites them."""
+        self._allocated().poison()
 
     def explain(self) -> dict[ShapeKey, PlanReport]:
         """What was captured, by key."""

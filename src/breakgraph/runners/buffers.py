@@ -65,6 +65,8 @@ class StaticBuffers:
         self._spec = spec
         self._device = device
         bufs: dict[str, Tensor] = {}
+        # Tables stay on the reserved block, row numbers in the smallest bucket.
+        self._poison = {f.name: 0 if f.limit is not None or isinstance(f.pad, Pad) else 1 for f in spec.fields}
         # Ordinary tensors whatever the caller's mode: inference tensors could not be rewritten outside inference mode.
         with torch.inference_mode(False):
             for field in spec.fields:
@@ -83,6 +85,11 @@ class StaticBuffers:
     def views(self, size: int) -> Mapping[str, Tensor]:
         """What a bucket's graph reads, by field name."""
         return self._views[size]
+
+    def poison(self) -> None:
+        """Overwrite everything: valid indices, but not a step's values. What a load forgets shows."""
+        for name, view in self._views[self._spec.ladder[-1]].items():
+            view.fill_(self._poison[name])
 
     def load(self, batch: StepBatch, size: int) -> Mapping[str, Tensor]:
         """Write a whole bucket: live rows, then padding to its last row. All values are checked before the first write.
