@@ -182,7 +182,9 @@ class Writer:
         if names:
             name = self.pick(names)
             other = self.like(name)
-            self.lines.append(self.pick([f"{name}.add_({other})", f"{name}[-1].mul_(0.5)", f"{name}.copy_({other})"]))
+            # The operand is a tensor of its own: torch refuses one that overlaps what is written in another order.
+            code = [f"{name}.add_({other} * 0.5)", f"{name}[-1].mul_(0.5)", f"{name}.copy_({other} + 0.25)"]
+            self.lines.append(self.pick(code))
             self.lines.append(f"{name}.tanh_()")
 
     def in_parts(self) -> None:
