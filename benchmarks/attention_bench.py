@@ -282,7 +282,7 @@ def main() -> None:
         from attention_sweep import sweep
 
         rows += [row for timing in TIMINGS for row in sweep(timing, copy_rate)]
-    run, where, versions = here(f"python3 benchmarks/attention_bench.py {' '.join(sys.argv[1:])}", DEVICE)
+    run, where, versions = here(f"python3 benchmarks/attention_bench.py {' '.join(sys.argv[1:-2])}".strip(), DEVICE)
     fields = {name: getattr(LAYER, name) for name in ("num_heads", "num_kv_heads", "head_dim", "v_head_dim")}
     write_result(args.out, Result(
         run=run, where=where, versions=versions, shape=Shape(model=fields, dtype="bfloat16"), rows=tuple(rows),

@@ -86,7 +86,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         model = load_model(few_layers(Path(folder)), dtype=torch.bfloat16, device="cuda", load_format="dummy")
         rows = [row for experts in (LIVE_GROUPED_MM, "grouped_mm") for row in rows_of(experts, model, args.rounds)]
-    run, where, versions = here(f"python3 benchmarks/moe_padding.py {' '.join(sys.argv[1:-2])}", "cuda")
+    run, where, versions = here(f"python3 benchmarks/moe_padding.py {' '.join(sys.argv[1:-2])}".strip(), "cuda")
     write_result(args.out, Result(
         run=run, where=where, versions=versions, shape=Shape(model="qwen3-30b-a3b", dtype="bfloat16"), rows=tuple(rows),
         notes=(f"{NUM_LAYERS} of 48 layers; one request; full prefill graphs with {SLOTS} request slots",),

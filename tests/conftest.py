@@ -1,4 +1,4 @@
-"""Fixtures for every test: the devices present, a clean environment, a fixed torch seed.
+"""Fixtures for every test: the devices present, a plan family on them, a clean environment, a fixed torch seed.
 
 Warnings are errors through `filterwarnings` in pyproject.toml.
 """
@@ -6,10 +6,13 @@ Warnings are errors through `filterwarnings` in pyproject.toml.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
 import torch
+
+from breakgraph.graph import Plan, PlanFamily
 
 if not torch.cuda.is_available():
     # Read when triton is first imported: without a GPU its kernels run in the interpreter.
@@ -39,3 +42,22 @@ def torch_seed() -> int:
     """The seed every test starts with; name it to build generators from it."""
     torch.manual_seed(0)
     return 0
+
+
+@pytest.fixture
+def family(device: torch.device) -> Iterator[PlanFamily]:
+    """An empty family, closed afterwards."""
+    made = PlanFamily(device)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def replay(family: PlanFamily) -> Callable[[Plan], object]:
+    """Replays a plan after every free byte of the pool was filled with NaN patterns."""
+
+    def run(plan: Plan) -> object:
+        family.poison()
+        return plan.replay()
+
+    return run

@@ -236,7 +236,7 @@ def _choose_max_model_len(limits: ModelLimits, device_type: str) -> _Choice:
     default = _MAX_MODEL_LEN[device_type]
     if limits.max_position <= default:
         return _Choice("max_model_len", limits.max_position, "the model's maximum")
-    reason = f"the model allows {limits.max_position}, but each captured decode row reads as much as is allowed"
+    reason = f"the default on {device_type}; the model allows {limits.max_position}"
     return _Choice("max_model_len", default, reason)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -27,6 +28,17 @@ LAYERS = {
     "wide values": replace(PLAIN, v_head_dim=24),
     "all at once": replace(PLAIN, window=7, softcap=3.0, sinks=SINKS, v_head_dim=12),
 }
+
+MISTAKES: list[tuple[LayerAttention, Callable[[Any], LayerAttention]]] = [
+    (LAYERS["window"], lambda right: replace(right, window=right.window + 1)),
+    (LAYERS["window"], lambda right: replace(right, window=right.window - 1)),
+    (LAYERS["window"], lambda right: replace(right, window=None)),
+    (LAYERS["sinks"], lambda right: replace(right, sinks=None)),
+    (LAYERS["sinks"], lambda right: replace(right, sinks=right.sinks.flip(0))),
+    (LAYERS["softcap"], lambda right: replace(right, softcap=None)),
+    (PLAIN, lambda right: replace(right, scale=right.scale * 1.01)),
+]
+"""A layer, and what an implementation that gets it wrong would compute instead."""
 
 
 @dataclass

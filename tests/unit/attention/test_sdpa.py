@@ -13,7 +13,7 @@ import torch
 from breakgraph.attention import LayerAttention, sdpa
 from breakgraph.attention.sdpa import SdpaAttention
 from breakgraph.graph import PlanFamily
-from unit.attention.ragged import LAYERS, PLAIN, SINKS, RaggedBatch, ragged_batch
+from unit.attention.ragged import LAYERS, MISTAKES, PLAIN, SINKS, RaggedBatch, ragged_batch
 
 TOLERANCE = 2e-5
 
@@ -69,18 +69,7 @@ def test_both_forms_agree(layer: LayerAttention) -> None:
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize(
-    ("layer", "mistake"),
-    [
-        (LAYERS["window"], lambda right: replace(right, window=right.window + 1)),
-        (LAYERS["window"], lambda right: replace(right, window=right.window - 1)),
-        (LAYERS["window"], lambda right: replace(right, window=None)),
-        (LAYERS["sinks"], lambda right: replace(right, sinks=None)),
-        (LAYERS["sinks"], lambda right: replace(right, sinks=right.sinks.flip(0))),
-        (LAYERS["softcap"], lambda right: replace(right, softcap=None)),
-        (PLAIN, lambda right: replace(right, scale=right.scale * 1.01)),
-    ],
-)
+@pytest.mark.parametrize(("layer", "mistake"), MISTAKES)
 def test_planted_mistakes_are_caught(
     layer: LayerAttention, mistake: Callable[[LayerAttention], LayerAttention], phase: str
 ) -> None:

@@ -19,7 +19,7 @@ from breakgraph.attention.triton import TritonAttention
 from breakgraph.attention.triton_ops import Tile
 from breakgraph.errors import ConfigError
 from breakgraph.graph import PlanFamily
-from unit.attention.ragged import LAYERS, PLAIN, SINKS, RaggedBatch, ragged_batch
+from unit.attention.ragged import LAYERS, MISTAKES, PLAIN, SINKS, RaggedBatch, ragged_batch
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -234,18 +234,7 @@ def test_only_own_slots_and_the_reserved_block_are_written(phase: str) -> None:
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize(
-    ("layer", "mistake"),
-    [
-        (LAYERS["window"], lambda right: replace(right, window=right.window + 1)),
-        (LAYERS["window"], lambda right: replace(right, window=right.window - 1)),
-        (LAYERS["window"], lambda right: replace(right, window=None)),
-        (LAYERS["sinks"], lambda right: replace(right, sinks=None)),
-        (LAYERS["sinks"], lambda right: replace(right, sinks=right.sinks.flip(0))),
-        (LAYERS["softcap"], lambda right: replace(right, softcap=None)),
-        (PLAIN, lambda right: replace(right, scale=right.scale * 1.01)),
-    ],
-)
+@pytest.mark.parametrize(("layer", "mistake"), MISTAKES)
 def test_planted_mistakes_are_caught(
     layer: LayerAttention, mistake: Callable[[LayerAttention], LayerAttention], phase: str
 ) -> None:
