@@ -164,7 +164,8 @@ def triton_only(case: Case) -> Call:
     cache = (case.kv.key[0], case.kv.value[0], step.block_tables_gpu, step.seq_lens_gpu)
     options = (LAYER.sinks, LAYER.scale, LAYER.softcap, LAYER.window, out)
     if step.phase == "decode":
-        return lambda: triton_ops.decode(case.q, *cache, *options)
+        arrivals = torch.zeros(case.q.shape[0], LAYER.num_kv_heads, dtype=torch.int32, device=DEVICE)
+        return lambda: triton_ops.decode(case.q, *cache, arrivals, *options)
     return lambda: triton_ops.varlen(case.q, *cache, step.cu_seqlens_q_gpu, *options)
 
 

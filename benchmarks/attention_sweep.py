@@ -18,7 +18,7 @@ DECODE_TILES = (
     Tile(16, 64, 4, 3, 4), Tile(16, 64, 4, 4, 4), Tile(16, 64, 4, 2, 4), Tile(16, 64, 2, 3, 4), Tile(16, 128, 4, 2, 2),
     Tile(16, 128, 4, 3, 2), Tile(16, 128, 8, 3, 2), Tile(16, 32, 4, 4, 8), Tile(16, 32, 2, 5, 8), Tile(16, 64, 4, 5, 4),
 )  # fmt: skip
-PROGRAMS_PER_SM = (2, 4, 8, 16, 32)
+SPLITS = (1, 2, 3, 4, 6, 8, 16, 32)
 
 
 @torch.inference_mode()
@@ -27,11 +27,11 @@ def sweep(timing: Timing, copy_rate: float) -> list[Row]:
     cases, rows = timing.cases(), []
     decode = timing.phase == "decode"
     chooser, tiles = ("decode_tile", DECODE_TILES) if decode else ("varlen_tile", PREFILL_TILES)
-    before = getattr(triton_ops, chooser), triton_ops.PROGRAMS_PER_SM
+    before = getattr(triton_ops, chooser), triton_ops.num_splits
 
-    def time(tile: Tile, programs: int) -> float:
+    def time(tile: Tile, splits: int | None) -> float:
         setattr(triton_ops, chooser, lambda *key: tile)
-        triton_ops.PROGRAMS_PER_SM = programs
+        triton_ops.num_splits = before[1] if splits is None else lambda *shape: splits
         what = f"{tile.block_m}x{tile.block_n} warps {tile.num_warps} stages {tile.num_stages} min {tile.min_tiles}"
         calls = [triton_only(case) for case in cases]
         try:
@@ -39,18 +39,17 @@ def sweep(timing: Timing, copy_rate: float) -> list[Row]:
         except OutOfResources as failure:
             print(f"{timing.name:18} {what:34} {failure}", flush=True)
             return float("inf")
-        params = {"tile": what, "programs": programs}
+        params = {"tile": what, "splits": splits or "chosen"}
         rows.append(timed_row(f"{timing.name}, sweep", params, median, timing.rate(median, copy_rate)))
         return median.median
 
     try:
-        best = min(tiles, key=lambda tile: time(tile, before[1]))
-        for programs in PROGRAMS_PER_SM if decode else ():
-            if programs != before[1]:
-                time(best, programs)
+        best = min(tiles, key=lambda tile: time(tile, None))
+        for splits in SPLITS if decode else ():
+            time(best, splits)
     finally:
         setattr(triton_ops, chooser, before[0])
-        triton_ops.PROGRAMS_PER_SM = before[1]
+        triton_ops.num_splits = before[1]
     fastest = min(rows, key=lambda row: row.metrics["time"].value)
     print(f"{timing.name:18} best: {' '.join(str(value) for value in fastest.params.values())}", flush=True)
     return rows

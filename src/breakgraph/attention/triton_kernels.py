@@ -209,13 +209,21 @@ def varlen_kernel(
 
 @triton.jit(do_not_specialize=["num_reqs"])
 def store_kernel(
-    key_ptr, value_ptr, k_ptr, v_ptr, slots_ptr, starts_ptr, num_reqs,
+    key_ptr, value_ptr, k_ptr, v_ptr, slots_ptr, starts_ptr, arrivals_ptr, num_reqs,
     k_stride, k_head_stride, v_stride, v_head_stride,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, STARTS: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    STARTS: tl.constexpr, ARRIVALS: tl.constexpr,
 ):  # fmt: skip
-    """New keys and values to their slots. Grid: (rows,); with STARTS, rows behind the last request store nothing."""
+    """New keys and values to their slots. Grid: (rows,); with STARTS, rows behind the last request store nothing.
+
+    With ARRIVALS it also sets the counters of the decode that follows, [rows, NUM_KV_HEADS], to zero.
+    """
     token = tl.program_id(0).to(tl.int64)
+    if ARRIVALS:
+        counters = tl.arange(0, BLOCK_H)
+        zeros = tl.zeros((BLOCK_H,), tl.int32)
+        tl.store(arrivals_ptr + token * NUM_KV_HEADS + counters, zeros, mask=counters < NUM_KV_HEADS)
     if token >= (tl.load(starts_ptr + num_reqs) if STARTS else tl.num_programs(0)):
         return
     slot = tl.load(slots_ptr + token)

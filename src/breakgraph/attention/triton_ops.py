@@ -18,9 +18,18 @@ from breakgraph.attention.triton_decode import decode_kernel, merge_splits_kerne
 from breakgraph.attention.triton_kernels import store_kernel, varlen_kernel
 
 MAX_SPLITS = 128
-PROGRAMS_PER_SM = 8
-"""How finely decode is split: programs that a batch of full-length requests should give each multiprocessor."""
-_EMULATED_SMS = 4
+MERGE_IN_DECODE = torch.version.hip is None
+"""Whether decode merges its splits itself, which counts on the memory order of CUDA; else a kernel of its own does."""
+_BUSY_PROGRAMS = 2
+"""Decode programs on each multiprocessor that keep the memory busy, however many more would fit."""
+_START_TILES = 1
+"""What the start of a decode program costs, in key tiles."""
+_RESIDENT_WARPS = 16
+"""Those of decode on one multiprocessor, at 128 registers a thread."""
+_SHARED_OVERHEAD = 7 * 1024
+"""Shared memory of a decode program beside its stages."""
+_MERGE_ELEMENTS = 8192
+"""Of partial results, that a merge reads at a time."""
 
 
 @dataclass(frozen=True)
@@ -82,20 +91,49 @@ def _choose(tables: tuple[dict[int, Tile], ...], columns: int, group: int, dtype
     return replace(tile, block_m=max(tile.block_m, padded(group)))
 
 
-def num_splits(rows: int, num_kv_heads: int, num_keys: int, num_sms: int, tile: Tile) -> int:
-    """Into how many parts a decode bucket cuts its longest request of `num_keys`; shorter ones may fill fewer."""
-    wanted = triton.cdiv(PROGRAMS_PER_SM * num_sms, rows * num_kv_heads)
-    return max(1, min(wanted, triton.cdiv(num_keys, tile.block_n * tile.min_tiles), MAX_SPLITS))
+@lru_cache
+def num_splits(rows: int, num_kv_heads: int, num_keys: int, num_sms: int, resident: int, tile: Tile) -> int:
+    """Into how many parts a decode bucket cuts its longest request of `num_keys`; shorter ones may fill fewer.
+
+    The cheapest for a batch of such requests, the coarsest of equals. `resident` programs run on a multiprocessor at a
+    time. Those of the last round cost as much as _BUSY_PROGRAMS if they are fewer.
+    """
+    num_tiles, slots = triton.cdiv(num_keys, tile.block_n), num_sms * resident
+    least = num_sms * min(_BUSY_PROGRAMS, resident)
+
+    def cost(splits: int) -> int:
+        share = triton.cdiv(num_tiles, splits)
+        full, rest = divmod(rows * num_kv_heads * triton.cdiv(num_tiles, share), slots)
+        return (share + _START_TILES) * (full * slots + (max(rest, least) if rest else 0))
+
+    return min(range(1, min(max(1, num_tiles // tile.min_tiles), MAX_SPLITS) + 1), key=cost)
+
+
+@dataclass(frozen=True)
+class _Device:
+    num_sms: int
+    shared_bytes: int
+    """Of a multiprocessor."""
+    large: bool
+    """Whether one program can have the shared memory of the large tiles."""
+
+    def resident(self, tile: Tile, columns: int, dtype: torch.dtype) -> int:
+        """Decode programs that a multiprocessor runs at a time, about."""
+        shared = (tile.num_stages - 1) * tile.block_n * columns * dtype.itemsize + _SHARED_OVERHEAD
+        return max(1, min(self.shared_bytes // shared, _RESIDENT_WARPS // tile.num_warps))
 
 
 @lru_cache
-def _device_facts(device: torch.device) -> tuple[int, bool]:
-    """Multiprocessors, and whether one program can have the shared memory of the large tiles."""
+def _device_facts(device: torch.device) -> _Device:
     if device.type != "cuda":
-        return _EMULATED_SMS, True
+        return _Device(num_sms=4, shared_bytes=_LARGE_SHARED_BYTES, large=True)
     properties = torch.cuda.get_device_properties(device)
     shared_bytes = getattr(properties, "shared_memory_per_block_optin", 0)  # ROCm does not tell
-    return properties.multi_processor_count, shared_bytes >= _LARGE_SHARED_BYTES
+    return _Device(
+        num_sms=properties.multi_processor_count,
+        shared_bytes=getattr(properties, "shared_memory_per_multiprocessor", 64 * 1024),
+        large=shared_bytes >= _LARGE_SHARED_BYTES,
+    )
 
 
 def store(
@@ -105,15 +143,17 @@ def store(
     starts: torch.Tensor | None,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
+    arrivals: torch.Tensor | None = None,
 ) -> None:
+    """Also sets `arrivals` to zero, [rows, num_kv_heads] int32."""
     num_kv_heads, head_dim, v_head_dim = key_cache.shape[2], key_cache.shape[3], value_cache.shape[3]
     store_kernel[(k.shape[0],)](
         key_cache, value_cache, k, v, slots, slots if starts is None else starts,
-        0 if starts is None else starts.shape[0] - 1,
+        slots if arrivals is None else arrivals, 0 if starts is None else starts.shape[0] - 1,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
         BLOCK_H=triton.next_power_of_2(num_kv_heads), BLOCK_D=padded(head_dim), BLOCK_DV=padded(v_head_dim),
-        STARTS=starts is not None, num_warps=4,
+        STARTS=starts is not None, ARRIVALS=arrivals is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -132,7 +172,7 @@ def varlen(
 ) -> None:
     num_kv_heads, head_dim, v_head_dim = key_cache.shape[2], key_cache.shape[3], value_cache.shape[3]
     group = q.shape[1] // num_kv_heads
-    _, large = _device_facts(q.device)
+    large = _device_facts(q.device).large
     tile = varlen_tile(padded(head_dim) + padded(v_head_dim), group, q.dtype, large)
     num_reqs = starts.shape[0] - 1
     num_tiles = q.shape[0] // (tile.block_m // group) + num_reqs + 1
@@ -154,37 +194,43 @@ def decode(
     value_cache: torch.Tensor,
     tables: torch.Tensor,
     seq_lens: torch.Tensor,
+    arrivals: torch.Tensor,
     sinks: torch.Tensor | None,
     scale: float,
     softcap: float | None,
     window: int | None,
     out: torch.Tensor,
 ) -> None:
+    """`arrivals`: zeros, [rows, num_kv_heads] int32, that are zeros again afterwards."""
     rows, num_heads, _ = q.shape
     block_size, num_kv_heads, head_dim, v_head_dim = *key_cache.shape[1:], value_cache.shape[3]
-    num_sms, large = _device_facts(q.device)
-    tile = decode_tile(padded(head_dim) + padded(v_head_dim), num_heads // num_kv_heads, q.dtype, large)
+    group, columns, device = num_heads // num_kv_heads, padded(head_dim) + padded(v_head_dim), _device_facts(q.device)
+    tile = decode_tile(columns, group, q.dtype, device.large)
     num_keys = tables.shape[1] * block_size
     if window is not None:
         num_keys = min(num_keys, window + tile.block_n - 1)
-    splits = num_splits(rows, num_kv_heads, num_keys, num_sms, tile)
+    resident = device.resident(tile, columns, q.dtype)
+    splits = num_splits(rows, num_kv_heads, num_keys, device.num_sms, resident, tile)
     partial = q.new_empty((rows, num_heads, splits, v_head_dim) if splits > 1 else 0, dtype=torch.float32)
     peaks = q.new_empty((rows, num_heads, splits) if splits > 1 else 0, dtype=torch.float32)
+    block_g = triton.next_power_of_2(group)
+    common = {
+        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "V_HEAD_DIM": v_head_dim, "BLOCK_N": tile.block_n,
+        "BLOCK_G": block_g, "BLOCK_DV": padded(v_head_dim), "MIN_TILES": tile.min_tiles,
+        "SPLITS_AT_ONCE": max(1, min(16, _MERGE_ELEMENTS // (block_g * padded(v_head_dim)))),
+        "WINDOW": window is not None,
+    }  # fmt: skip
     decode_kernel[(num_kv_heads, splits, rows)](
-        out, partial, peaks, q, key_cache, value_cache, tables, seq_lens, q if sinks is None else sinks,
+        out, partial, peaks, arrivals, q, key_cache, value_cache, tables, seq_lens, q if sinks is None else sinks,
         splits, tables.stride(0), window or 0, scale, softcap or 0.0,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1),
-        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
-        BLOCK_SIZE=block_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        BLOCK_D=padded(head_dim), BLOCK_DV=padded(v_head_dim), MIN_TILES=tile.min_tiles,
-        WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
+        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BLOCK_M=tile.block_m, BLOCK_D=padded(head_dim),
+        MERGE=MERGE_IN_DECODE, SOFTCAP=softcap is not None, SINKS=sinks is not None, **common,
         num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
     )  # fmt: skip
-    if splits > 1:
-        merge_splits_kernel[(num_heads, rows)](
-            out, partial, peaks, seq_lens, splits, window or 0, out.stride(0), out.stride(1),
-            NUM_HEADS=num_heads, V_HEAD_DIM=v_head_dim, BLOCK_N=tile.block_n, BLOCK_DV=padded(v_head_dim),
-            MIN_TILES=tile.min_tiles, WINDOW=window is not None, num_warps=4,
+    if splits > 1 and not MERGE_IN_DECODE:
+        merge_splits_kernel[(num_kv_heads, rows)](
+            out, partial, peaks, seq_lens, splits, window or 0, out.stride(0), out.stride(1), **common, num_warps=4,
         )  # fmt: skip
 
 
@@ -208,10 +254,13 @@ def _paged_attention(
         return
     # Triton launches on the current device, whatever its arguments.
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        store(k, v, slots, cu_seqlens_q, key_cache, value_cache)
         if cu_seqlens_q is None:
-            decode(q, key_cache, value_cache, block_tables, seq_lens, sinks, scale, softcap, window, out)
+            # Fresh in each call, as the other workspace: calls on two streams share nothing.
+            arrivals = seq_lens.new_empty((q.shape[0], key_cache.shape[2]), dtype=torch.int32)
+            store(k, v, slots, None, key_cache, value_cache, arrivals)
+            decode(q, key_cache, value_cache, block_tables, seq_lens, arrivals, sinks, scale, softcap, window, out)
         else:
+            store(k, v, slots, cu_seqlens_q, key_cache, value_cache)
             varlen(q, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, sinks, scale, softcap, window, out)
 
 

@@ -119,7 +119,38 @@ def test_any_ragged_batch(
 @pytest.mark.usefixtures("small_tiles")
 def test_any_number_of_splits(splits: int, layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_ops, "num_splits", lambda *shape: splits)
-    assert error(batch_of(LAYERS[layer], **LONG_DECODE, padding=2)) < 1
+    batch = batch_of(LAYERS[layer], **LONG_DECODE, padding=2)
+    assert error(batch) < 1
+    merged_in_decode = run(batch)
+    monkeypatch.setattr(triton_ops, "MERGE_IN_DECODE", False)
+    assert torch.equal(run(batch)[: batch.live], merged_in_decode[: batch.live])
+
+
+@pytest.mark.parametrize("num_heads", [1, 6, 24])
+@pytest.mark.usefixtures("small_tiles")
+def test_splits_of_any_group_merge(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_ops, "num_splits", lambda *shape: 4)
+    monkeypatch.setattr(triton_ops, "decode_tile", lambda *key: Tile(32, 16, 4, 2))
+    monkeypatch.setattr(triton_ops, "_MERGE_ELEMENTS", 256)
+    layer = LayerAttention(0, num_heads, 1, 64, 96, scale=0.125)
+    assert error(batch_of(layer, **LONG_DECODE)) < 1
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_counters_start_and_end_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_ops, "num_splits", lambda *shape: 4)
+    batch = batch_of(PLAIN, **LONG_DECODE)
+    step, cache = batch.step, (batch.kv.key[0], batch.kv.value[0])
+    arrivals = torch.full((batch.live, PLAIN.num_kv_heads), 7, dtype=torch.int32, device=DEVICE)
+    triton_ops.store(batch.k, batch.v, step.slot_mapping_gpu, None, *cache, arrivals)
+    assert arrivals.eq(0).all()
+    out = torch.empty_like(batch.q)
+    tables, lens = step.block_tables_gpu, step.seq_lens_gpu
+    for _ in range(2):
+        out.fill_(torch.nan)
+        triton_ops.decode(batch.q, *cache, tables, lens, arrivals, None, PLAIN.scale, None, None, out)
+        assert arrivals.eq(0).all()
+        assert (out.double() - batch.expected()).abs().max() < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
@@ -130,13 +161,25 @@ def test_a_sink_far_above_all_scores_leaves_nothing(phase: str) -> None:
     assert out.abs().max() < 1e-6
 
 
-def test_the_number_of_splits_fills_the_device_and_stays_worthwhile() -> None:
-    tile = Tile(16, 64, 4, 3, min_tiles=4)
-    assert triton_ops.num_splits(128, 8, 4096, 132, tile) == 2
-    assert triton_ops.num_splits(1, 8, 4096, 132, tile) == 16
-    assert triton_ops.num_splits(1, 8, 100, 132, tile) == 1
-    assert triton_ops.num_splits(1, 1, 1 << 20, 132, tile) == triton_ops.MAX_SPLITS
-    assert triton_ops.num_splits(1024, 8, 1 << 20, 132, tile) == 1
+def test_the_number_of_splits_fills_the_device_in_whole_rounds() -> None:
+    def splits(rows: int, num_keys: int, num_kv_heads: int = 8) -> int:
+        return triton_ops.num_splits(rows, num_kv_heads, num_keys, 132, 3, Tile(16, 64, 4, 3, min_tiles=4))
+
+    assert splits(1, 100) == 1
+    assert splits(1, 4096) == 16
+    assert splits(8, 1024) == 4
+    assert splits(16, 2048) == 2
+    assert splits(32, 2048) == 1  # 256 programs at a time, of 396 that fit
+    assert splits(64, 8192) == 3  # 1536 programs, four rounds; 512 would leave a third of the second
+    assert splits(1024, 1 << 20) == 1
+    assert splits(1, 1 << 20, num_kv_heads=1) == triton_ops.MAX_SPLITS
+
+
+def test_programs_that_fit_a_multiprocessor() -> None:
+    device = triton_ops._Device(num_sms=132, shared_bytes=228 * 1024, large=True)
+    for num_stages, fit in ((2, 4), (3, 3), (4, 2)):  # registers end the first, shared memory the others
+        assert device.resident(Tile(16, 64, 4, num_stages), 256, torch.bfloat16) == fit
+    assert replace(device, shared_bytes=1).resident(Tile(16, 64, 4, 3), 256, torch.bfloat16) == 1
 
 
 @pytest.mark.parametrize("layer", ["plain", "all at once"])
