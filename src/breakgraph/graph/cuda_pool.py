@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,36 @@ class _Address:
             "data": (address, False),
             "version": 2,
         }
+
+
+def allocations_within(
+    entries: Sequence[Mapping[str, Any]], ranges: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """(number, bytes) of what was allocated inside ``ranges`` and, a second time, when it was given back.
+
+    Memory that the allocator returned to the driver meanwhile lay in these ranges as somebody else's: the driver hands
+    addresses out again. What happened there until then does not count.
+
+    Args:
+        entries: Of one device, as ``torch.cuda.memory._snapshot()["device_traces"]`` has them.
+        ranges: (first address, end) of each segment.
+    """
+    numbers = itertools.count()
+    live: dict[int, int] = {}
+    found: list[tuple[int, int, int]] = []
+    for entry in entries:
+        action, address, size = entry["action"], entry["addr"], entry["size"]
+        if action == "segment_free":
+            end = address + size
+            if any(start < end and address < stop for start, stop in ranges):
+                found = [event for event in found if not address <= event[0] < end]
+                live = {at: number for at, number in live.items() if not address <= at < end}
+        elif action == "alloc" and any(start <= address < stop for start, stop in ranges):
+            live[address] = next(numbers)
+            found.append((address, live[address], size))
+        elif action == "free_completed" and address in live:
+            found.append((address, live.pop(address), size))
+    return [(number, size) for _, number, size in found]
 
 
 class CudaPool(Pool):
@@ -112,13 +143,7 @@ class CudaPool(Pool):
         finally:
             torch.cuda.memory._record_memory_history(None)
         self.refresh()
-        numbers: dict[int, int] = {}
-        for entry in entries:
-            if entry["action"] == "alloc" and self.owns(entry["addr"]):
-                numbers[entry["addr"]] = len(trace)
-                trace.append((len(trace), entry["size"]))
-            elif entry["action"] == "free_completed" and entry["addr"] in numbers:
-                trace.append((numbers.pop(entry["addr"]), entry["size"]))
+        trace += allocations_within(entries, self._ranges)
 
     def poison(self) -> int:
         torch.cuda.synchronize(self._device)
