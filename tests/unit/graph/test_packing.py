@@ -42,6 +42,14 @@ def test_the_smallest_run_that_fits_is_taken() -> None:
     assert pool_bytes((100 * MIB, 32 * MIB), [trace]) == 132 * MIB
 
 
+def test_between_equal_runs_the_unluckier_choice_counts() -> None:
+    # When "stays" comes, 20 MiB are free in either run; the wider one is needed whole later.
+    trace = trace_of(
+        ("a", 20), ("b", 20), ("a", 20), ("stays", 20), ("b", 20), ("wide", 40), ("wide", 40), ("stays", 20),
+    )  # fmt: skip
+    assert pool_bytes((40 * MIB, 20 * MIB), [trace]) == pool_bytes((20 * MIB, 40 * MIB), [trace]) == 100 * MIB
+
+
 def test_what_the_pool_grew_by_serves_the_next_capture() -> None:
     assert pool_bytes((), [FRAGMENTING, FRAGMENTING]) == pool_bytes((), [FRAGMENTING])
     assert pool_bytes((), [FRAGMENTING.scaled(0.5), FRAGMENTING]) > pool_bytes((), [FRAGMENTING])
