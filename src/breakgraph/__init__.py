@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from breakgraph.api import capture
     from breakgraph.engine.llm import LLM
     from breakgraph.engine.sampling import SamplingParams
-    from breakgraph.graph import PlanFamily, break_graph, eager_on_graph, mark_eager
+    from breakgraph.graph import PlanFamily, break_graph, constant, eager_on_graph, mark_eager
 
 __version__ = "0.1.0"
 
@@ -25,6 +25,7 @@ __all__ = [
     "__version__",
     "break_graph",
     "capture",
+    "constant",
     "eager_on_graph",
     "errors",
     "mark_eager",
@@ -36,6 +37,7 @@ _SOURCES = {
     "SamplingParams": "breakgraph.engine.sampling",
     "break_graph": "breakgraph.graph",
     "capture": "breakgraph.api",
+    "constant": "breakgraph.graph",
     "eager_on_graph": "breakgraph.graph",
     "mark_eager": "breakgraph.graph",
 }

@@ -9,7 +9,7 @@ import torch
 
 from breakgraph.backends import Backend, make_backend
 from breakgraph.errors import ClosedError, ConfigError, StaleOutputError
-from breakgraph.graph import OutputPolicy, PlanFamily, PlanReport, ShapeKey
+from breakgraph.graph import OnHazard, OutputPolicy, PlanFamily, PlanReport, ShapeKey
 from breakgraph.graph.tree import Tree, tree_leaves
 
 _KEY = ShapeKey("capture", 0)
@@ -88,6 +88,7 @@ def capture(
     backend: str = "breakable",
     outputs: OutputPolicy = "borrow",
     state: Sequence[torch.Tensor] = (),
+    on_hazard: OnHazard = "raise",
 ) -> CapturedGraph:
     """Capture ``fn(*static_inputs)`` as CUDA-graph segments with eager breaks between them.
 
@@ -100,9 +101,13 @@ def capture(
             recorded).
         outputs: ``"borrow"`` (valid until the next replay) or ``"copy"``.
         state: Tensors that ``fn`` updates in place; capture leaves them as they were.
+        on_hazard: What to do about operations that no graph can hold, and Python side effects that no replay repeats:
+            ``"raise"`` lists all of them in one error, ``"break"`` makes the smallest module or function around each an
+            eager break, ``"warn"`` warns and goes on.
 
     Raises:
         ConfigError: inputs on several devices or none, or a backend that does not capture.
+        HazardError: there are hazards, and ``on_hazard`` is "raise", or is "break" and no break can be made.
         CaptureError: nothing was captured; an exception of ``fn``'s own arrives unchanged.
     """
     family = PlanFamily(_one_device(fn, static_inputs))
@@ -110,7 +115,7 @@ def capture(
         chosen = make_backend(backend, family)
         if not chosen.captures:
             raise ConfigError(f"expected a capturing backend, got {backend!r}; call the function, or use debug_eager")
-        chosen.capture(_KEY, lambda: fn(*static_inputs), state, outputs)
+        chosen.capture(_KEY, lambda: fn(*static_inputs), state, outputs, on_hazard)
     except BaseException:
         family.close()
         raise

@@ -18,6 +18,7 @@ PUBLIC = [
     "__version__",
     "break_graph",
     "capture",
+    "constant",
     "eager_on_graph",
     "errors",
     "mark_eager",

@@ -11,7 +11,7 @@ from breakgraph.errors import CaptureError, ReplayError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from breakgraph.graph import OutputPolicy, Plan, PlanFamily, PlanReport, ShapeKey
+    from breakgraph.graph import OnHazard, OutputPolicy, Plan, PlanFamily, PlanReport, ShapeKey
 
 Tree = Any
 """A tensor, a constant, or a container of trees."""
@@ -39,6 +39,7 @@ class Backend(ABC):
         forward: Callable[[], Tree],
         state: Sequence[Tensor] = (),
         outputs: OutputPolicy = "borrow",
+        on_hazard: OnHazard | None = None,
     ) -> None:
         """Publish a plan of ``forward`` under ``key``, or nothing.
 
@@ -46,6 +47,7 @@ class Backend(ABC):
             forward: Reads tensors at fixed addresses only; returns a tree of tensors.
             state: Tensors that ``forward`` writes and that capture must put back.
             outputs: Whether replays lend their outputs or give copies.
+            on_hazard: See :meth:`PlanFamily.capture`; means nothing to a backend that records nothing.
 
         Raises:
             CaptureError: ``key`` is taken, or the capture failed.
@@ -102,11 +104,17 @@ class PlanBackend(Backend):
         forward: Callable[[], Tree],
         state: Sequence[Tensor] = (),
         outputs: OutputPolicy = "borrow",
+        on_hazard: OnHazard | None = None,
     ) -> None:
         if key in self._plans:
             raise already_captured(self.name, key)
         self._plans[key] = self.family.capture(
-            forward, label=str(key), breaks=not self.records_breaks, state=state, outputs=outputs
+            forward,
+            label=str(key),
+            breaks=not self.records_breaks,
+            state=state,
+            outputs=outputs,
+            on_hazard=on_hazard,
         )
 
     def replay(self, key: ShapeKey) -> Tree:

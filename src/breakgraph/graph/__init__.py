@@ -1,8 +1,10 @@
 """The capture library: CUDA-graph segments with eager breaks between them. See README.md in this folder."""
 
+from breakgraph.graph.declared import constant
 from breakgraph.graph.device import Device, Peak, get_device
 from breakgraph.graph.eager_break import EagerBreak, break_graph, eager_on_graph, mark_eager
 from breakgraph.graph.family import PlanFamily
+from breakgraph.graph.hazards import Hazard, HazardReport, OnHazard
 from breakgraph.graph.packing import AllocationTrace, choose_runs
 from breakgraph.graph.plan import OutputPolicy, Plan
 from breakgraph.graph.report import PlanReport, StepReport
@@ -12,6 +14,9 @@ __all__ = [
     "AllocationTrace",
     "Device",
     "EagerBreak",
+    "Hazard",
+    "HazardReport",
+    "OnHazard",
     "OutputPolicy",
     "Peak",
     "Plan",
@@ -21,6 +26,7 @@ __all__ = [
     "StepReport",
     "break_graph",
     "choose_runs",
+    "constant",
     "eager_on_graph",
     "get_device",
     "mark_eager",

@@ -8,7 +8,7 @@ device make.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,18 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from breakgraph.errors import UndeclaredWriteError
 from breakgraph.graph.cpu_pool import CpuPool
-from breakgraph.graph.cpu_record import Allocation, CpuRecorder, TapeEntry, is_host, tag_host
+from breakgraph.graph.cpu_record import Allocation, CpuRecorder, TapeEntry, is_host, map_tensors, tag_host, tagged
 from breakgraph.graph.device import CaptureSession, Device, Peak, Pool, Segment
 from breakgraph.graph.effects import allocates_only, reads_and_writes
-from breakgraph.graph.refusals import HostReadGuard
+from breakgraph.graph.refusals import Fault, HostReadGuard, cpu_transfer_fault, refuse
 
 
 class CpuSegment(Segment):
     """A tape and the pool it runs on."""
 
-    def __init__(
-        self, pool: CpuPool, tape: list[TapeEntry | Allocation], pins: Sequence[torch.UntypedStorage]
-    ) -> None:
+    def __init__(self, pool: CpuPool, tape: list[TapeEntry | Allocation], pins: Sequence[torch.UntypedStorage]) -> None:
         self._pool = pool
         self._tape = tape
         self.pins = pins
@@ -47,6 +45,10 @@ class CpuSegment(Segment):
         self.retire()
 
 
+def _host_guard(report: Callable[[Fault], AbstractContextManager[None]]) -> HostReadGuard:
+    return HostReadGuard(lambda t: not is_host(t), tag_host, report)
+
+
 class CpuCapture(CaptureSession):
     """Recorder and host guard around one plan's capture."""
 
@@ -55,7 +57,7 @@ class CpuCapture(CaptureSession):
         self._older_bytes = 0
         self.pool_peak_bytes = 0
         self._recorder = CpuRecorder(pool, check_storage)
-        self._guard = HostReadGuard(lambda t: not is_host(t), tag_host)
+        self._guard = _host_guard(refuse)
         self._scope = ExitStack()
 
     def __enter__(self) -> CpuCapture:
@@ -169,6 +171,20 @@ class CpuDevice(Device):
     def is_transient_host(self, tensor: torch.Tensor) -> bool:
         return is_host(tensor)
 
+    def host_guard(self, report: Callable[[Fault], AbstractContextManager[None]]) -> HostReadGuard:
+        return _host_guard(report)
+
+    def transfer_fault(
+        self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]
+    ) -> Fault | None:
+        return cpu_transfer_fault(func, given, is_host)
+
+    def default_generators(self) -> Sequence[torch.Generator]:
+        return (torch.default_generator,)
+
+    def from_host(self, given: Sequence[torch.Tensor], out: Any) -> Any:
+        return map_tensors(out, tagged) if given and all(is_host(t) for t in given) else out
+
     def begin_replay(self, pool: Pool, last_stream: Any) -> None:
         assert isinstance(pool, CpuPool)
         pool.begin_replay()
@@ -198,5 +214,3 @@ class CpuDevice(Device):
 
     def after_failure(self) -> None:
         """See :meth:`check_usable`."""
-
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from breakgraph.errors import CaptureUnavailableError, EmptySegmentError
 from breakgraph.graph.cuda_pool import CudaPool
 from breakgraph.graph.cuda_record import CudaRecorder
 from breakgraph.graph.device import CaptureSession, Device, Peak, Pool, Segment
-from breakgraph.graph.refusals import HostReadGuard
+from breakgraph.graph.refusals import Fault, HostReadGuard, cuda_transfer_fault, refuse
 
 
 def _count_nodes(raw_graph: int) -> int | None:
@@ -56,6 +56,10 @@ class CudaSegment(Segment):
         self._graph = None
 
 
+def _host_guard(report: Callable[[Fault], AbstractContextManager[None]]) -> HostReadGuard:
+    return HostReadGuard(lambda t: t.is_cuda, None, report)
+
+
 class CudaCapture(CaptureSession):
     """Segments on one capture stream. Side streams that a segment forked are joined when it ends, and forked again at
     the head of the next, since the captured code goes on using them."""
@@ -66,7 +70,7 @@ class CudaCapture(CaptureSession):
         self._pool = pool
         self._stream = stream
         self._recorder = CudaRecorder(stream, check_storage)
-        self._guard = HostReadGuard(lambda t: t.is_cuda, None)
+        self._guard = _host_guard(refuse)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._scope = ExitStack()
         self.pool_peak_bytes = 0
@@ -210,6 +214,20 @@ class CudaDevice(Device):
 
     def is_transient_host(self, tensor: torch.Tensor) -> bool:
         return not tensor.is_cuda and not tensor.is_pinned()
+
+    def host_guard(self, report: Callable[[Fault], AbstractContextManager[None]]) -> HostReadGuard:
+        return _host_guard(report)
+
+    def transfer_fault(
+        self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]
+    ) -> Fault | None:
+        return cuda_transfer_fault(func, args, kwargs, given)
+
+    def default_generators(self) -> Sequence[torch.Generator]:
+        return torch.cuda.default_generators
+
+    def from_host(self, given: Sequence[torch.Tensor], out: Any) -> Any:
+        return out
 
     def begin_replay(self, pool: Pool, last_stream: Any) -> torch.cuda.Stream:
         current = torch.cuda.current_stream(self.torch_device)

@@ -7,7 +7,7 @@ the same rules on the CPU. Everything above this file is written once, for both.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from breakgraph.errors import UnknownNameError
+from breakgraph.graph.refusals import Fault, HostReadGuard
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +195,24 @@ class Device(ABC):
     @abstractmethod
     def is_transient_host(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is ordinary host memory, which no replay would see change."""
+
+    @abstractmethod
+    def host_guard(self, report: Callable[[Fault], AbstractContextManager[None]]) -> HostReadGuard:
+        """A guard that tells this device's tensors from the host's; not enabled yet."""
+
+    @abstractmethod
+    def transfer_fault(
+        self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]
+    ) -> Fault | None:
+        """What is wrong with an operator on both host and device tensors."""
+
+    @abstractmethod
+    def default_generators(self) -> Sequence[torch.Generator]:
+        """The generators that graphs know and advance."""
+
+    @abstractmethod
+    def from_host(self, given: Sequence[torch.Tensor], out: Any) -> Any:
+        """``out`` of an operator on ``given``, marked as the host's where only we know that it is."""
 
     @abstractmethod
     def begin_replay(self, pool: Pool, last_stream: Any) -> Any:

@@ -18,14 +18,17 @@ from breakgraph.graph.tree import Tree, tree_leaves
 
 if TYPE_CHECKING:
     from breakgraph.graph.builder import CaptureBuilder
+    from breakgraph.graph.warm_up import WarmUp
 
 
 class _ThreadState(threading.local):
     builder: CaptureBuilder | None = None
+    warm_up: WarmUp | None = None
 
 
 active = _ThreadState()
-"""The capture of this thread, if there is one. Set by the plan family, read by every marked call."""
+"""The capture of this thread, or the warm-up before it, if there is one. Set by the plan family, read by every marked
+call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class BreakSpec:
         valid_rows: Number of live rows of the current step, or None when all rows are written.
         row_dim: The dimension that ``valid_rows`` counts along, in mutated arguments and in results that have it.
         signature: Of the function as it is called.
+        reason: Why it was made a break, where nobody marked it.
     """
 
     name: str
@@ -45,6 +49,7 @@ class BreakSpec:
     valid_rows: Callable[[], int] | None
     row_dim: int
     signature: inspect.Signature
+    reason: str = ""
 
     @property
     def has_variadic(self) -> bool:
@@ -106,6 +111,8 @@ def _call(spec: BreakSpec, fn: Callable[..., Tree], args: tuple[Any, ...], kwarg
             f"{spec.name} is marked as an eager break and was called while this stream is being captured by code that "
             "does not know breaks; capture with breakgraph, or call the undecorated function"
         )
+    if active.warm_up is not None:
+        return active.warm_up.call_break(spec, fn, args, kwargs)
     return run_plain(spec, fn, args, kwargs)
 
 
@@ -120,6 +127,7 @@ class EagerBreak:
         valid_rows: Callable[[], int] | None = None,
         row_dim: int = 0,
         name: str | None = None,
+        reason: str = "",
     ) -> None:
         if isinstance(fn, staticmethod | classmethod):
             raise ConfigError(f"put @{type(fn).__name__} above @eager_on_graph, which marks the function itself")
@@ -130,7 +138,7 @@ class EagerBreak:
         functools.update_wrapper(self, fn)
         self.fn = fn
         shown = name or getattr(fn, "__qualname__", repr(fn)).replace("<locals>.", "")
-        self.spec = BreakSpec(shown, tuple(mutates), valid_rows, row_dim, signature)
+        self.spec = BreakSpec(shown, tuple(mutates), valid_rows, row_dim, signature, reason)
         self._method_spec: BreakSpec | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tree:

@@ -22,12 +22,14 @@ from breakgraph.errors import (
 from breakgraph.graph.builder import CaptureBuilder
 from breakgraph.graph.device import Device, Segment, get_device
 from breakgraph.graph.eager_break import active
+from breakgraph.graph.hazards import OnHazard
 from breakgraph.graph.leaks import find_holders
 from breakgraph.graph.modes import ExecMode, capture_window
 from breakgraph.graph.outputs import OutputBuffer
 from breakgraph.graph.plan import OutputPolicy, Plan
 from breakgraph.graph.report import CaptureCost
 from breakgraph.graph.tree import Tree
+from breakgraph.graph.warm_up import MadeBreaks, warm_up
 
 
 class PlanFamily:
@@ -101,6 +103,7 @@ class PlanFamily:
         warmup: int = 1,
         state: Sequence[torch.Tensor] = (),
         outputs: OutputPolicy = "borrow",
+        on_hazard: OnHazard | None = None,
     ) -> Plan:
         """Capture ``fn``.
 
@@ -115,13 +118,19 @@ class PlanFamily:
                 them, and the outputs' shapes are learnt.
             state: Tensors that ``fn`` updates in place; they hold their old values after the capture.
             outputs: See :attr:`Plan.outputs`.
+            on_hazard: After the warm-up, run once more under watch, and if something is found that a replay cannot
+                repeat: list all of it in one error ("raise"), turn the smallest module or function around each into a
+                break ("break"), or warn ("warn"). None: no such run; the first one met is refused while capturing.
 
         Raises:
+            HazardError: see ``on_hazard``.
             CaptureError: nothing was captured, and pool, random generators, streams and collector are as before. An
                 exception of ``fn``'s own arrives unchanged, with the same effect.
         """
         if outputs not in ("borrow", "copy"):
             raise ConfigError(f'expected outputs="borrow" or "copy", got {outputs!r}')
+        if on_hazard not in (None, "raise", "break", "warn"):
+            raise ConfigError(f'expected on_hazard="raise", "break", "warn" or None, got {on_hazard!r}')
         if warmup < 1:
             raise ConfigError(f"expected warmup >= 1, got {warmup}; the first run sets libraries up outside the pool")
         if active.builder is not None:
@@ -135,16 +144,13 @@ class PlanFamily:
         ):
             self._check_usable()
             self._begin_replay()
-            with _restored(self.device, state) as restore:
+            with _restored(self.device, state) as restore, MadeBreaks() as made:
                 mode = ExecMode.current(self.device.torch_device.type)
-                warmed: Tree = None
-                for _ in range(warmup):
-                    warmed = fn()
-                restore()
-                places = self._outputs.place(warmed)
+                warmed = warm_up(self.device, fn, made, restore, breaks=breaks, runs=warmup, on_hazard=on_hazard)
+                places, constants, notes = self._outputs.place(warmed.outputs), warmed.constants, warmed.notes
                 del warmed
                 before, driver_before = self._pool.reserved_bytes, self.device.driver_bytes()
-                builder = self._build(fn, breaks, places)
+                builder = self._build(fn, breaks, places, constants)
             driver_after = self.device.driver_bytes()
             cost = CaptureCost(
                 pool_peak_bytes=builder.pool_peak_bytes,
@@ -153,7 +159,7 @@ class PlanFamily:
                 capture_sec=time.perf_counter() - started,
             )
             steps, pins = builder.hand_over()
-            plan = Plan(self, label, steps, pins, places, mode, outputs, cost)
+            plan = Plan(self, label, steps, pins, places, mode, outputs, cost, notes)
             self._plans.append(plan)
         return plan
 
@@ -165,9 +171,11 @@ class PlanFamily:
                 "its pool was lost; the plans it holds still replay, capture others in a new family"
             )
 
-    def _build(self, fn: Callable[[], Tree], breaks: bool, places: Tree) -> CaptureBuilder:
+    def _build(
+        self, fn: Callable[[], Tree], breaks: bool, places: Tree, constants: Sequence[Any]
+    ) -> CaptureBuilder:  # fmt: skip
         self.device.synchronize()
-        builder = CaptureBuilder(self.device, self._pool, self._stream, breaks)
+        builder = CaptureBuilder(self.device, self._pool, self._stream, breaks, constants)
         active.builder = builder
         try:
             builder.build(fn, places)

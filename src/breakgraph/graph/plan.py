@@ -105,6 +105,7 @@ class EagerStep:
             arguments=len(self.tensors),
             boundary_bytes=copied,
             side_streams=len(self.side_streams),
+            reason=self.spec.reason,
         )
 
 
@@ -125,6 +126,7 @@ class Plan:
         mode: ExecMode,
         output_policy: OutputPolicy,
         cost: CaptureCost,
+        notes: tuple[str, ...],
     ) -> None:
         self.label = label
         self.num_replays = 0
@@ -137,6 +139,7 @@ class Plan:
         self._policy = output_policy
         self._copied: Tree = None
         self._cost = cost
+        self._notes = notes
         self._is_closed = False
 
     @property
@@ -205,6 +208,7 @@ class Plan:
             output_bytes=sum(t.numel() * t.element_size() for t in tensors),
             pinned_bytes=sum(pin.nbytes() for pin in self._pins),
             replays=self.num_replays,
+            notes=self._notes,
             **asdict(self._cost),
         )
 
@@ -217,4 +221,3 @@ class Plan:
         self._family.park(self, [step.segment for step in self._steps if isinstance(step, GraphStep)])
         self._steps, self._launches, self._pins = [], [], []
         self._places = self._copied = None
-
