@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from breakgraph.api import capture
     from breakgraph.engine.llm import LLM
     from breakgraph.engine.sampling import SamplingParams
-    from breakgraph.graph import PlanFamily, break_graph, constant, eager_on_graph, mark_eager
+    from breakgraph.graph import Live, PlanFamily, break_graph, constant, eager_on_graph, mark_eager
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "Live",
     "PlanFamily",
     "SamplingParams",
     "__version__",
@@ -33,6 +34,7 @@ __all__ = [
 
 _SOURCES = {
     "LLM": "breakgraph.engine.llm",
+    "Live": "breakgraph.graph",
     "PlanFamily": "breakgraph.graph",
     "SamplingParams": "breakgraph.engine.sampling",
     "break_graph": "breakgraph.graph",

@@ -13,6 +13,7 @@ from contract.source_tree import SRC, all_modules
 
 PUBLIC = [
     "LLM",
+    "Live",
     "PlanFamily",
     "SamplingParams",
     "__version__",

@@ -40,6 +40,7 @@ class Backend(ABC):
         state: Sequence[Tensor] = (),
         outputs: OutputPolicy = "borrow",
         on_hazard: OnHazard | None = None,
+        version: Callable[[], object] | None = None,
     ) -> None:
         """Publish a plan of ``forward`` under ``key``, or nothing.
 
@@ -48,6 +49,7 @@ class Backend(ABC):
             state: Tensors that ``forward`` writes and that capture must put back.
             outputs: Whether replays lend their outputs or give copies.
             on_hazard: See :meth:`PlanFamily.capture`; means nothing to a backend that records nothing.
+            version: See :meth:`PlanFamily.capture`; the same.
 
         Raises:
             CaptureError: ``key`` is taken, or the capture failed.
@@ -59,6 +61,7 @@ class Backend(ABC):
 
         Raises:
             ReplayError: nothing is captured under ``key``.
+            StalePlanError: what was captured was invalidated since, or is out of date.
         """
 
     @abstractmethod
@@ -105,8 +108,9 @@ class PlanBackend(Backend):
         state: Sequence[Tensor] = (),
         outputs: OutputPolicy = "borrow",
         on_hazard: OnHazard | None = None,
+        version: Callable[[], object] | None = None,
     ) -> None:
-        if key in self._plans:
+        if self.captured(key):
             raise already_captured(self.name, key)
         self._plans[key] = self.family.capture(
             forward,
@@ -115,6 +119,7 @@ class PlanBackend(Backend):
             state=state,
             outputs=outputs,
             on_hazard=on_hazard,
+            version=version,
         )
 
     def replay(self, key: ShapeKey) -> Tree:
@@ -124,10 +129,10 @@ class PlanBackend(Backend):
         return plan.replay()
 
     def captured(self, key: ShapeKey) -> bool:
-        return key in self._plans
+        return key in self._plans and not self._plans[key].is_closed
 
     def explain(self) -> dict[ShapeKey, PlanReport]:
-        return {key: plan.explain() for key, plan in self._plans.items()}
+        return {key: plan.explain() for key, plan in self._plans.items() if not plan.is_closed}
 
     def release(self, key: ShapeKey) -> None:
         plan = self._plans.pop(key, None)

@@ -36,5 +36,6 @@ class DebugEagerBackend(BreakableBackend):
         state: Sequence[Tensor] = (),
         outputs: OutputPolicy = "borrow",
         on_hazard: OnHazard | None = None,
+        version: Callable[[], object] | None = None,
     ) -> None:
-        super().capture(key, EagerBreak(forward, name="the whole forward"), state, outputs, on_hazard)
+        super().capture(key, EagerBreak(forward, name="the whole forward"), state, outputs, on_hazard, version)

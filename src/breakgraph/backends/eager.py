@@ -31,6 +31,7 @@ class EagerBackend(Backend):
         state: Sequence[Tensor] = (),
         outputs: OutputPolicy = "borrow",
         on_hazard: OnHazard | None = None,
+        version: Callable[[], object] | None = None,
     ) -> None:
         if key in self._forwards:
             raise already_captured(self.name, key)

@@ -5,6 +5,7 @@ from breakgraph.graph.device import Device, Peak, get_device
 from breakgraph.graph.eager_break import EagerBreak, break_graph, eager_on_graph, mark_eager
 from breakgraph.graph.family import PlanFamily
 from breakgraph.graph.hazards import Hazard, HazardReport, OnHazard
+from breakgraph.graph.live import Live
 from breakgraph.graph.packing import AllocationTrace, choose_runs
 from breakgraph.graph.plan import OutputPolicy, Plan
 from breakgraph.graph.report import PlanReport, StepReport
@@ -16,6 +17,7 @@ __all__ = [
     "EagerBreak",
     "Hazard",
     "HazardReport",
+    "Live",
     "OnHazard",
     "OutputPolicy",
     "Peak",

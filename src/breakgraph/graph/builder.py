@@ -16,6 +16,7 @@ from breakgraph.graph.boundary import ResultStore, view_of
 from breakgraph.graph.device import Block, CaptureSession, Device, Pool, Segment
 from breakgraph.graph.eager_break import BreakSpec, run_plain
 from breakgraph.graph.effects import tensors_in
+from breakgraph.graph.live import Live
 from breakgraph.graph.modes import ExecMode
 from breakgraph.graph.outputs import copy_into
 from breakgraph.graph.plan import EagerStep, GraphStep
@@ -187,6 +188,8 @@ class CaptureBuilder:
         def bind(leaf: Any, path: str) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 if is_constant(leaf) or isinstance(leaf, torch.nn.Module | torch.Size):
+                    return leaf
+                if any(leaf is value for value in (*args, *kwargs.values())) and isinstance(leaf, Live):
                     return leaf
                 raise BreakArgumentError(
                     f"argument {path} of break {spec.name} is {describe(leaf)}, which would keep its capture-time "

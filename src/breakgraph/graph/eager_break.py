@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from breakgraph.errors import ConfigError, ForeignCaptureError, ResultMismatchError, UnknownNameError
+from breakgraph.graph.live import has_live, resolved
 from breakgraph.graph.tree import Tree, tree_leaves
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ class BreakSpec:
 
 def run_plain(spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tree:
     """The call as it runs outside a breakable capture: the function, then defined tails."""
+    if has_live(args, kwargs):
+        args, kwargs = resolved(args, kwargs)
     result = fn(*args, **kwargs)
     if spec.valid_rows is not None:
         valid = spec.valid_rows()
@@ -164,6 +167,11 @@ class _MethodBreak:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tree:
         return _call(self.spec, self.fn, args, kwargs)
+
+
+def is_break(fn: object) -> bool:
+    """Whether ``fn`` is a marked function or a marked method."""
+    return isinstance(fn, EagerBreak | _MethodBreak)
 
 
 @overload

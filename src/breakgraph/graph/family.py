@@ -22,6 +22,7 @@ from breakgraph.errors import (
 from breakgraph.graph.builder import CaptureBuilder
 from breakgraph.graph.device import Device, Segment, get_device
 from breakgraph.graph.eager_break import active
+from breakgraph.graph.fingerprint import Fingerprint
 from breakgraph.graph.hazards import OnHazard
 from breakgraph.graph.leaks import find_holders
 from breakgraph.graph.modes import ExecMode, capture_window
@@ -50,6 +51,7 @@ class PlanFamily:
         self._plans: list[Plan] = []
         self._parked: list[Segment] = []
         self._last_plan: Plan | None = None
+        self._lent: list[torch.Tensor] = []
         self._last_stream: Any = None
         self._busy: str | None = None
         self._is_closed = False
@@ -104,6 +106,7 @@ class PlanFamily:
         state: Sequence[torch.Tensor] = (),
         outputs: OutputPolicy = "borrow",
         on_hazard: OnHazard | None = None,
+        version: Callable[[], object] | None = None,
     ) -> Plan:
         """Capture ``fn``.
 
@@ -121,20 +124,23 @@ class PlanFamily:
             on_hazard: After the warm-up, run once more under watch, and if something is found that a replay cannot
                 repeat: list all of it in one error ("raise"), turn the smallest module or function around each into a
                 break ("break"), or warn ("warn"). None: no such run; the first one met is refused while capturing.
+            version: Called now and at every replay, which raises when the value differs: for state that is not on
+                modules, such as the number of the adapter whose weights were folded in.
 
         Raises:
             HazardError: see ``on_hazard``.
             CaptureError: nothing was captured, and pool, random generators, streams and collector are as before. An
                 exception of ``fn``'s own arrives unchanged, with the same effect.
         """
-        if outputs not in ("borrow", "copy"):
-            raise ConfigError(f'expected outputs="borrow" or "copy", got {outputs!r}')
+        if outputs not in ("borrow", "copy", "poison"):
+            raise ConfigError(f'expected outputs="borrow", "copy" or "poison", got {outputs!r}')
         if on_hazard not in (None, "raise", "break", "warn"):
             raise ConfigError(f'expected on_hazard="raise", "break", "warn" or None, got {on_hazard!r}')
         if warmup < 1:
             raise ConfigError(f"expected warmup >= 1, got {warmup}; the first run sets libraries up outside the pool")
         if active.builder is not None:
             raise CaptureError("this thread is already capturing; capture one plan after the other")
+        token = None if version is None else version()
         started = time.perf_counter()
         with (
             self._exclusive("a capture"),
@@ -159,7 +165,7 @@ class PlanFamily:
                 capture_sec=time.perf_counter() - started,
             )
             steps, pins = builder.hand_over()
-            plan = Plan(self, label, steps, pins, places, mode, outputs, cost, notes)
+            plan = Plan(self, label, steps, pins, places, mode, outputs, cost, notes, Fingerprint(pins, version, token))
             self._plans.append(plan)
         return plan
 
@@ -205,6 +211,10 @@ class PlanFamily:
     def _begin_replay(self) -> None:
         self._last_plan = None
         self._last_stream = self.device.begin_replay(self._pool, self._last_stream)
+        for tensor in self._lent:
+            bytes_of = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            bytes_of.set_(tensor.untyped_storage()).fill_(0xFF)
+        self._lent = []
 
     @contextmanager
     def replaying(self, plan: Plan) -> Iterator[None]:
@@ -230,6 +240,10 @@ class PlanFamily:
             finally:
                 self._busy = None
 
+    def lend(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Fill these with 0xFF bytes when the next replay begins: nobody may read them any longer."""
+        self._lent = list(tensors)
+
     def is_last(self, plan: Plan) -> bool:
         """Whether the shared output buffer holds this plan's outputs."""
         return self._last_plan is plan
@@ -247,6 +261,16 @@ class PlanFamily:
         with self._exclusive("poisoning"):
             return self._pool.poison()
 
+    def invalidate(self) -> None:
+        """Close all plans, because weights were moved or replaced; the family can capture them again.
+
+        A later replay of one raises :class:`StalePlanError`. Their graphs keep driver memory until the family closes.
+        """
+        with self._exclusive("invalidating"):
+            self.device.synchronize()
+            for plan in list(self._plans):
+                plan.invalidate()
+
     def close(self) -> None:
         """Destroy all plans, then the pool. Safe to call twice."""
         if self._is_closed:
@@ -259,7 +283,7 @@ class PlanFamily:
             for segment in self._parked:
                 segment.close()
             self._parked = []
-            self._last_plan = None
+            self._last_plan, self._lent = None, []
             self._outputs.close()
             self._pool.close()
             self.device.give_stream(self._stream)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from breakgraph.graph.device import Device
 from breakgraph.graph.effects import allocates_only, tensors_in
 from breakgraph.graph.hazards import Hazard, HazardReport
+from breakgraph.graph.live import Live
 from breakgraph.graph.refusals import WAY_OUT, Fault, is_user_file, op_fault, source_line
 from breakgraph.graph.side_effects import Attribute, AttributeWatch
 from breakgraph.graph.tree import is_constant, tree_leaves
@@ -231,7 +232,7 @@ def forward_line(module: torch.nn.Module) -> str:
 def _obstacle(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> str | None:
     """Why a call cannot be a break; None if it can."""
     for path, leaf in (*tree_leaves(list(args), "argument "), *tree_leaves(kwargs, "argument ")):
-        if not isinstance(leaf, torch.Tensor | torch.nn.Module | torch.Size) and not is_constant(leaf):
+        if not isinstance(leaf, torch.Tensor | torch.nn.Module | torch.Size | Live) and not is_constant(leaf):
             return f"{path} is a {type(leaf).__name__}"
     given = {t.untyped_storage()._cdata for _, t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
     for path, leaf in tree_leaves(result, "its result"):

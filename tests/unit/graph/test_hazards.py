@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -137,9 +136,12 @@ def test_full_records_marked_calls_so_their_hazards_count() -> None:
 
 
 def test_warn_goes_on_and_the_capture_refuses() -> None:
-    with torch.no_grad(), pytest.warns(HazardWarning, match="boolean mask"):
-        with pytest.raises(CaptureError, match="boolean mask"):
-            breakgraph.capture(Model(masked), torch.randn(3, 4), on_hazard="warn")
+    with (
+        torch.no_grad(),
+        pytest.warns(HazardWarning, match="boolean mask"),
+        pytest.raises(CaptureError, match="boolean mask"),
+    ):
+        breakgraph.capture(Model(masked), torch.randn(3, 4), on_hazard="warn")
 
 
 def test_unknown_policy() -> None:
@@ -337,9 +339,8 @@ def test_the_scan_leaves_state_and_hooks_as_they_were() -> None:
     total, x = torch.zeros(2), torch.ones(2)
     hooks = nn.modules.module._global_forward_pre_hooks
     before = len(hooks)
-    with torch.no_grad(), warnings.catch_warnings():
-        with breakgraph.capture(lambda x: total.add_(x) + 0, x, state=[total]) as graph:
-            assert total.sum() == 0
-            graph.replay()
-            assert total.sum() == 2
+    with torch.no_grad(), breakgraph.capture(lambda x: total.add_(x) + 0, x, state=[total]) as graph:
+        assert total.sum() == 0
+        graph.replay()
+        assert total.sum() == 2
     assert len(hooks) == before
