@@ -22,7 +22,7 @@ from breakgraph.errors import (
 from breakgraph.graph.builder import CaptureBuilder
 from breakgraph.graph.device import Device, Segment, get_device
 from breakgraph.graph.eager_break import active
-from breakgraph.graph.fingerprint import Fingerprint
+from breakgraph.graph.fingerprint import Fingerprint, ModuleIndex
 from breakgraph.graph.hazards import OnHazard
 from breakgraph.graph.leaks import find_holders
 from breakgraph.graph.modes import ExecMode, capture_window
@@ -52,6 +52,7 @@ class PlanFamily:
         self._parked: list[Segment] = []
         self._last_plan: Plan | None = None
         self._lent: list[torch.Tensor] = []
+        self._index = ModuleIndex()
         self._last_stream: Any = None
         self._busy: str | None = None
         self._is_closed = False
@@ -165,7 +166,18 @@ class PlanFamily:
                 capture_sec=time.perf_counter() - started,
             )
             steps, pins = builder.hand_over()
-            plan = Plan(self, label, steps, pins, places, mode, outputs, cost, notes, Fingerprint(pins, version, token))
+            plan = Plan(
+                self,
+                label,
+                steps,
+                pins,
+                places,
+                mode,
+                outputs,
+                cost,
+                notes,
+                Fingerprint(pins, self._index, version, token),
+            )
             self._plans.append(plan)
         return plan
 
@@ -253,6 +265,7 @@ class PlanFamily:
         for segment in segments:
             segment.retire()
         self._parked += segments
+        self._index.clear()
         if plan in self._plans:
             self._plans.remove(plan)
 
