@@ -133,14 +133,7 @@ class PlanFamily:
             CaptureError: nothing was captured, and pool, random generators, streams and collector are as before. An
                 exception of ``fn``'s own arrives unchanged, with the same effect.
         """
-        if outputs not in ("borrow", "copy", "poison"):
-            raise ConfigError(f'expected outputs="borrow", "copy" or "poison", got {outputs!r}')
-        if on_hazard not in (None, "raise", "break", "warn"):
-            raise ConfigError(f'expected on_hazard="raise", "break", "warn" or None, got {on_hazard!r}')
-        if warmup < 1:
-            raise ConfigError(f"expected warmup >= 1, got {warmup}; the first run sets libraries up outside the pool")
-        if active.builder is not None:
-            raise CaptureError("this thread is already capturing; capture one plan after the other")
+        _check_options(outputs, on_hazard, warmup)
         token = None if version is None else version()
         started = time.perf_counter()
         with (
@@ -156,30 +149,25 @@ class PlanFamily:
                 warmed = warm_up(self.device, fn, made, restore, breaks=breaks, runs=warmup, on_hazard=on_hazard)
                 places, constants, notes = self._outputs.place(warmed.outputs), warmed.constants, warmed.notes
                 del warmed
-                before, driver_before = self._pool.reserved_bytes, self.device.driver_bytes()
+                before = (self._pool.reserved_bytes, self.device.driver_bytes())
                 builder = self._build(fn, breaks, places, constants)
-            driver_after = self.device.driver_bytes()
-            cost = CaptureCost(
-                pool_peak_bytes=builder.pool_peak_bytes,
-                pool_growth_bytes=self._pool.reserved_bytes - before,
-                driver_bytes=None if driver_after is None or driver_before is None else driver_after - driver_before,
-                capture_sec=time.perf_counter() - started,
-            )
+            cost = self._cost(builder, *before, started)
             steps, pins = builder.hand_over()
-            plan = Plan(
-                self,
-                label,
-                steps,
-                pins,
-                places,
-                mode,
-                outputs,
-                cost,
-                notes,
-                Fingerprint(pins, self._index, version, token),
-            )
+            fingerprint = Fingerprint(pins, self._index, version, token)
+            plan = Plan(self, label, steps, pins, places, mode, outputs, cost, notes, fingerprint)
             self._plans.append(plan)
         return plan
+
+    def _cost(
+        self, builder: CaptureBuilder, pool_before: int, driver_before: int | None, started: float
+    ) -> CaptureCost:  # fmt: skip
+        driver_after = self.device.driver_bytes()
+        return CaptureCost(
+            pool_peak_bytes=builder.pool_peak_bytes,
+            pool_growth_bytes=self._pool.reserved_bytes - pool_before,
+            driver_bytes=None if driver_after is None or driver_before is None else driver_after - driver_before,
+            capture_sec=time.perf_counter() - started,
+        )
 
     def _check_usable(self) -> None:
         self.device.check_usable()
@@ -306,6 +294,17 @@ class PlanFamily:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _check_options(outputs: str, on_hazard: str | None, warmup: int) -> None:
+    if outputs not in ("borrow", "copy", "poison"):
+        raise ConfigError(f'expected outputs="borrow", "copy" or "poison", got {outputs!r}')
+    if on_hazard not in (None, "raise", "break", "warn"):
+        raise ConfigError(f'expected on_hazard="raise", "break", "warn" or None, got {on_hazard!r}')
+    if warmup < 1:
+        raise ConfigError(f"expected warmup >= 1, got {warmup}; the first run sets libraries up outside the pool")
+    if active.builder is not None:
+        raise CaptureError("this thread is already capturing; capture one plan after the other")
 
 
 @contextmanager
