@@ -19,6 +19,7 @@
     │   ├── BreakResultError                 a break result that cannot cross its boundary
     │   ├── StalePoolTensorError             a pool tensor that is older than the plan being captured
     │   ├── PoolLeakError                    a pool tensor that outlived the capture
+    │   ├── BakedValueError                  two captures of one bucket hold different values
     │   ├── EmptySegmentError                operations were seen, the graph holds none
     │   ├── ForeignCaptureError              a marked call while somebody else captures on this stream
     │   └── CaptureUnavailableError          an earlier failure left this process unable to capture
@@ -119,6 +120,10 @@ class StalePoolTensorError(CaptureError):
 
 class PoolLeakError(CaptureError):
     """A pool tensor is still referenced after the capture ended."""
+
+
+class BakedValueError(CaptureError):
+    """Two captures of one bucket hold different values: a replay of another step would use the wrong ones."""
 
 
 class EmptySegmentError(CaptureError):

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from breakgraph.errors import UndeclaredWriteError
 from breakgraph.graph.cpu_pool import CpuPool
 from breakgraph.graph.cpu_record import Allocation, CpuRecorder, TapeEntry, is_host, map_tensors, tag_host, tagged
-from breakgraph.graph.device import CaptureSession, Device, Peak, Pool, Segment
+from breakgraph.graph.cpu_words import describe_entry
+from breakgraph.graph.device import CaptureSession, Device, Peak, Pool, RecordedCall, Segment
 from breakgraph.graph.effects import allocates_only, reads_and_writes
 from breakgraph.graph.refusals import Fault, HostReadGuard, cpu_transfer_fault, refuse
 
@@ -36,6 +37,10 @@ class CpuSegment(Segment):
     def replay(self) -> None:
         for entry in self._tape:
             entry.run(self._pool)
+
+    def recorded(self, outside: dict[int, int]) -> list[RecordedCall]:
+        baked = self._pool, {pin.data_ptr() for pin in self.pins}, outside
+        return [describe_entry(entry, *baked) for entry in self._tape if isinstance(entry, TapeEntry)]
 
     def retire(self) -> None:
         self._tape = []

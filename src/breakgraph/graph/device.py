@@ -90,6 +90,21 @@ class Pool(ABC):
         """Give the memory back. All graphs on it must be gone."""
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One operator or kernel of a segment, or a break, in words that are equal for two captures of the same thing.
+
+    Attributes:
+        name: Of the operator, kernel or break.
+        arguments: What each argument is, addresses told as places: a block and an offset.
+        unread: Arguments that could not be read or classified.
+    """
+
+    name: str
+    arguments: dict[str, str]
+    unread: tuple[str, ...] = ()
+
+
 class Segment(ABC):
     """One captured graph. ``num_ops`` were dispatched, ``num_nodes`` recorded; ``pins`` keep what it reads alive."""
 
@@ -100,6 +115,14 @@ class Segment(ABC):
     @abstractmethod
     def replay(self) -> None:
         """Launch on the current stream."""
+
+    @abstractmethod
+    def recorded(self, outside: dict[int, int]) -> list[RecordedCall]:
+        """The calls in their order.
+
+        Args:
+            outside: Numbers of the storages outside the pool, by address, in the order of their first use; continued.
+        """
 
     @abstractmethod
     def retire(self) -> None:

@@ -50,9 +50,9 @@ class ModuleIndex:
         return self._chains[id(owner)]
 
     def _search(self, storages: set[int]) -> None:
-        modules, self._known, self._slots = _all_modules(), set(storages), {}
+        modules, self._known, self._slots = _all_modules(), self._known | storages, {}
         for module in modules:
-            for storage, slot in _slots_on(module, storages):
+            for storage, slot in _slots_on(module, self._known):
                 self._slots.setdefault(storage, []).append(slot)
         parents = _parents(modules)
         owners = [slot.owner for slots in self._slots.values() for slot in slots]

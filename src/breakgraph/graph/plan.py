@@ -11,13 +11,13 @@ import torch
 
 from breakgraph.errors import ClosedError, StaleOutputError, StalePlanError
 from breakgraph.graph.boundary import ResultStore
-from breakgraph.graph.device import Device, Pool, Segment
+from breakgraph.graph.device import Device, Pool, RecordedCall, Segment
 from breakgraph.graph.eager_break import BreakSpec
 from breakgraph.graph.fingerprint import Fingerprint
 from breakgraph.graph.live import has_live, resolved
 from breakgraph.graph.modes import ExecMode
 from breakgraph.graph.report import CaptureCost, PlanReport, StepReport
-from breakgraph.graph.tree import Tree, tree_leaves, tree_map
+from breakgraph.graph.tree import Tree, describe, is_constant, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from breakgraph.graph.family import PlanFamily
@@ -36,6 +36,10 @@ class GraphStep:
     def is_launched(self) -> bool:
         """False for a segment that holds nothing."""
         return self.segment.num_nodes > 0
+
+    def recorded(self, outside: dict[int, int]) -> list[RecordedCall]:
+        """See :meth:`Segment.recorded`."""
+        return self.segment.recorded(outside)
 
     def report(self, index: int) -> StepReport:
         """For ``explain()``."""
@@ -98,6 +102,11 @@ class EagerStep:
         assert self.results is not None
         with self.scope():
             self.results.store(self.call(), self.mutated)
+
+    def recorded(self, outside: dict[int, int]) -> list[RecordedCall]:
+        """The constants among the arguments, which stay those of the capture."""
+        leaves = [*tree_leaves(list(self._args), "argument "), *tree_leaves(self._kwargs, "argument ")]
+        return [RecordedCall(self.spec.name, {path: describe(leaf) for path, leaf in leaves if is_constant(leaf)})]
 
     def report(self, index: int) -> StepReport:
         """For ``explain()``."""
@@ -235,6 +244,12 @@ class Plan:
             notes=self._notes,
             **asdict(self._cost),
         )
+
+    def recorded(self) -> list[list[RecordedCall]]:
+        """For each step what it calls, for an audit: operators or kernels of a segment, one call for a break."""
+        self._check_open()
+        outside: dict[int, int] = {}
+        return [step.recorded(outside) for step in self._steps]
 
     def close(self) -> None:
         """Give up the plan. Its graphs are destroyed when the family closes: destroying one earlier can free a library
