@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from breakgraph.errors import CaptureUnavailableError, EmptySegmentError
+from breakgraph.graph.cuda_nodes import Driver, Places, known_to, read_graph
 from breakgraph.graph.cuda_pool import CudaPool
 from breakgraph.graph.cuda_record import CudaRecorder
-from breakgraph.graph.device import CaptureSession, Device, Peak, Pool, Segment
+from breakgraph.graph.device import Block, CaptureSession, Device, Peak, Pool, RecordedCall, Segment
 from breakgraph.graph.refusals import Fault, HostReadGuard, cuda_transfer_fault, refuse
 
 
@@ -32,7 +33,10 @@ def _count_nodes(raw_graph: int) -> int | None:
 class CudaSegment(Segment):
     """A graph that is launched only if it holds something."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, num_ops: int, pins: Sequence[torch.UntypedStorage]) -> None:
+    def __init__(
+        self, pool: CudaPool, graph: torch.cuda.CUDAGraph, num_ops: int, pins: Sequence[torch.UntypedStorage]
+    ) -> None:
+        self._pool = pool
         self.pins = pins
         self.num_ops = num_ops
         nodes = _count_nodes(graph.raw_cuda_graph())
@@ -45,6 +49,13 @@ class CudaSegment(Segment):
         if self.num_nodes:
             assert self._graph is not None, "the segment was closed"
             self._graph.replay()
+
+    def recorded(self, outside: dict[int, int]) -> list[RecordedCall]:
+        assert self._graph is not None, "the segment was closed"
+        driver: Driver = ctypes.CDLL("libcuda.so.1")
+        pins = [Block(pin.data_ptr(), pin.nbytes()) for pin in self.pins]
+        places = Places(self._pool.runs, pins, outside, known_to(driver))
+        return read_graph(driver, self._graph.raw_cuda_graph(), places)
 
     def retire(self) -> None:
         self.pins = []
@@ -123,7 +134,7 @@ class CudaCapture(CaptureSession):
         risen = self._active_bytes("peak") - self._begun_with
         in_use = self._pool.live_bytes - self._older_bytes
         self.pool_peak_bytes = max(self.pool_peak_bytes, in_use + risen)
-        segment = CudaSegment(graph, self._recorder.num_ops, pins)
+        segment = CudaSegment(self._pool, graph, self._recorder.num_ops, pins)
         if segment.num_ops and not segment.num_nodes:
             self._pool.keep(graph)
             raise EmptySegmentError(
