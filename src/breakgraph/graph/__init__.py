@@ -1,5 +1,6 @@
 """The capture library: CUDA-graph segments with eager breaks between them. See README.md in this folder."""
 
+from breakgraph.graph.audit import AuditReport, audit
 from breakgraph.graph.declared import constant
 from breakgraph.graph.device import Device, Peak, get_device
 from breakgraph.graph.eager_break import EagerBreak, break_graph, eager_on_graph, mark_eager
@@ -13,6 +14,7 @@ from breakgraph.graph.shape_key import ShapeKey
 
 __all__ = [
     "AllocationTrace",
+    "AuditReport",
     "Device",
     "EagerBreak",
     "Hazard",
@@ -26,6 +28,7 @@ __all__ = [
     "PlanReport",
     "ShapeKey",
     "StepReport",
+    "audit",
     "break_graph",
     "choose_runs",
     "constant",
