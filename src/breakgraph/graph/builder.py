@@ -37,7 +37,7 @@ class _FirstRun(TorchDispatchMode):
 
     def guard(self) -> HostReadGuard:
         """Sees the host reads that the dispatcher does not."""
-        guard = self._device.host_guard(self._note_read)
+        guard = self._device.host_guard(self._note_read, tags=False)
         guard.enabled = True
         return guard
 

@@ -50,8 +50,11 @@ class CpuSegment(Segment):
         self.retire()
 
 
-def _host_guard(report: Callable[[Fault], AbstractContextManager[None]]) -> HostReadGuard:
-    return HostReadGuard(lambda t: not is_host(t), tag_host, report)
+def _host_guard(
+    report: Callable[[Fault], AbstractContextManager[None]],
+    tag: Callable[[torch.Tensor], None] | None = tag_host,
+) -> HostReadGuard:
+    return HostReadGuard(lambda t: not is_host(t), tag, report)
 
 
 class CpuCapture(CaptureSession):
@@ -176,8 +179,10 @@ class CpuDevice(Device):
     def is_transient_host(self, tensor: torch.Tensor) -> bool:
         return is_host(tensor)
 
-    def host_guard(self, report: Callable[[Fault], AbstractContextManager[None]]) -> HostReadGuard:
-        return _host_guard(report)
+    def host_guard(
+        self, report: Callable[[Fault], AbstractContextManager[None]], *, tags: bool = True
+    ) -> HostReadGuard:
+        return _host_guard(report, tag_host if tags else None)
 
     def transfer_fault(
         self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]

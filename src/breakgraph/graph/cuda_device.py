@@ -226,7 +226,9 @@ class CudaDevice(Device):
     def is_transient_host(self, tensor: torch.Tensor) -> bool:
         return not tensor.is_cuda and not tensor.is_pinned()
 
-    def host_guard(self, report: Callable[[Fault], AbstractContextManager[None]]) -> HostReadGuard:
+    def host_guard(
+        self, report: Callable[[Fault], AbstractContextManager[None]], *, tags: bool = True
+    ) -> HostReadGuard:
         return _host_guard(report)
 
     def transfer_fault(

@@ -220,8 +220,15 @@ class Device(ABC):
         """Whether ``tensor`` is ordinary host memory, which no replay would see change."""
 
     @abstractmethod
-    def host_guard(self, report: Callable[[Fault], AbstractContextManager[None]]) -> HostReadGuard:
-        """A guard that tells this device's tensors from the host's; not enabled yet."""
+    def host_guard(
+        self, report: Callable[[Fault], AbstractContextManager[None]], *, tags: bool = True
+    ) -> HostReadGuard:
+        """A guard that tells this device's tensors from the host's; not enabled yet.
+
+        Args:
+            report: See :class:`HostReadGuard`.
+            tags: Whether tensors that are made meanwhile are marked as the host's, where that is needed to tell.
+        """
 
     @abstractmethod
     def transfer_fault(

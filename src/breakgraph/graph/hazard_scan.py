@@ -78,15 +78,15 @@ class HazardScan:
         self._in_break_only: set[int] = set()
         self._obstacles: dict[int, str] = {}
         self._found: list[tuple[Hazard, Site]] = []
+        self._guard = device.host_guard(self._note_call)
         self._scope = ExitStack()
         self._host_random: Any = None
 
     def __enter__(self) -> HazardScan:
         self._scope.callback(register_module_forward_pre_hook(self._enter).remove)
         self._scope.callback(register_module_forward_hook(self._leave, with_kwargs=True, always_call=True).remove)
-        guard = self.device.host_guard(self._note_call)
-        guard.enabled = True
-        self._scope.enter_context(guard)
+        self._guard.enabled = True
+        self._scope.enter_context(self._guard)
         self._scope.enter_context(_Operators(self))
         self._attributes.renew()
         self._host_random = self._host_random_state()
@@ -111,10 +111,12 @@ class HazardScan:
     def run_break(self, call: Callable[[], Any]) -> Any:
         """Run an eager break: nothing in it is a hazard."""
         with self.silence():
+            self._guard.enabled = False
             is_untouched = self._host_random_state() == self._host_random
             try:
                 return self._attributes.allowing(call)
             finally:
+                self._guard.enabled = True
                 if is_untouched:
                     self._host_random = self._host_random_state()
 

@@ -11,7 +11,7 @@ import torch
 
 from breakgraph.errors import CaptureError, HazardWarning
 from breakgraph.graph.device import Device
-from breakgraph.graph.eager_break import BreakSpec, EagerBreak, Marks, active, run_plain
+from breakgraph.graph.eager_break import BreakSpec, EagerBreak, active, is_break, run_plain
 from breakgraph.graph.hazard_scan import HazardScan, ScanResult, Site, forward_line, paths_of
 from breakgraph.graph.hazards import Hazard, OnHazard
 from breakgraph.graph.side_effects import AttributeWatch, reachable_modules
@@ -92,27 +92,35 @@ class MadeBreaks:
     """
 
     def __init__(self) -> None:
-        self._marks = Marks()
+        self._forwards: list[tuple[torch.nn.Module, object]] = []
         self._functions: list[tuple[dict[str, Any], str, types.FunctionType]] = []
 
     def make(self, found: ScanResult) -> list[str]:
         """Put a break around each blocking hazard; returns why that was not possible for some."""
         refused = []
+        now: set[int] = set()
         for hazard, site in zip(found.report.hazards, found.sites, strict=True):
             if hazard.blocks:
-                obstacle = self._make_one(hazard, site, found.obstacles)
+                obstacle = self._make_one(hazard, site, found.obstacles, now)
                 if obstacle is not None:
                     refused.append(obstacle)
         return refused
 
-    def _make_one(self, hazard: Hazard, site: Site, obstacles: dict[int, str]) -> str | None:
+    def _make_one(
+        self, hazard: Hazard, site: Site, obstacles: dict[int, str], now: set[int]
+    ) -> str | None:  # fmt: skip
         reasons = []
         for call in reversed(site.modules):
             module = call.module
-            if isinstance(module.__dict__.get("forward"), EagerBreak):
+            if id(module) in now:
                 return None  # made for another hazard
+            if is_break(module.forward):
+                reasons.append(f"{call.path}: it is a break, and this is outside of its forward()")
+                continue
             if id(module) not in obstacles:
-                self._marks.add(call.path, module, EagerBreak(module.forward, name=call.path, reason=hazard.reason))
+                now.add(id(module))
+                self._forwards.append((module, module.__dict__.get("forward")))
+                module.__dict__["forward"] = EagerBreak(module.forward, name=call.path, reason=hazard.reason)
                 return None
             reasons.append(f"{call.path}: {obstacles[id(module)]}")
         if reasons:
@@ -129,7 +137,12 @@ class MadeBreaks:
 
     def remove(self) -> None:
         """Give modules and namespaces what they had; captured plans keep their breaks."""
-        self._marks.remove()
+        for module, forward in reversed(self._forwards):
+            if forward is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = forward
+        self._forwards = []
         for namespace, name, function in reversed(self._functions):
             namespace[name] = function
         self._functions = []

@@ -335,6 +335,26 @@ def test_dropout_draws_from_a_registered_generator() -> None:
         assert torch.equal(replayed, model(x))
 
 
+def test_a_hazard_in_a_hook_goes_to_the_module_around() -> None:
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.GELU()), torch.randn(3, 4)
+    model[0][0].register_forward_pre_hook(lambda module, args: (args[0] * (1 if args[0].sum().item() > 0 else 2),))
+    with torch.no_grad(), breakgraph.capture(model, x, on_hazard="break") as graph:
+        assert [s.name for s in graph.explain().steps if s.kind == "break"] == ["Sequential.0.0", "Sequential.0"][1:]
+        x.neg_()
+        assert torch.equal(graph.replay(), model(x))
+
+
+def test_a_hazard_that_no_break_can_take_in_is_an_error() -> None:
+    model = nn.Linear(4, 4)
+    model.register_forward_pre_hook(lambda module, args: (args[0] * args[0].sum().item(),))
+    with (
+        torch.no_grad(),
+        pytest.raises(HazardError, match=r"no break was made: Linear: it is a break, and this is out"),
+    ):
+        breakgraph.capture(model, torch.randn(3, 4), on_hazard="break")
+    assert "forward" not in model.__dict__
+
+
 def test_the_scan_leaves_state_and_hooks_as_they_were() -> None:
     total, x = torch.zeros(2), torch.ones(2)
     hooks = nn.modules.module._global_forward_pre_hooks
