@@ -54,7 +54,7 @@ def test_a_trace_played_back_needs_the_pool_that_the_capture_took(family: PlanFa
 
     def fn() -> Tensor:
         wide = torch.cat([x, x, x])
-        small = wide[:MIB] * 2
+        small = wide[: MIB] * 2
         narrow = wide[: 4 * MIB] + 1
         del wide
         return torch.cat([narrow, narrow, x])[:MIB] + small

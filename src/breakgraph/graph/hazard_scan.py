@@ -174,7 +174,7 @@ class HazardScan:
         if threading.get_ident() != self._thread:
             return
         while self._stack and self._stack.pop().module is not module:
-            """An inner call ended with an exception."""
+            continue  # an inner call whose hooks did not run
         obstacle = _obstacle(args, kwargs, result)
         if obstacle is not None:
             self._obstacles.setdefault(id(module), obstacle)

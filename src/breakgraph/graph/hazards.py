@@ -37,13 +37,16 @@ class Hazard:
     @property
     def reason(self) -> str:
         """What, why and where, in one line."""
-        place = f"{self.source}, module {self.module}" if self.module else self.source
-        return f"{self.what}: it {self.why} ({place})"
+        return f"{self.what}: it {self.why} ({self._place})"
+
+    @property
+    def _place(self) -> str:
+        return f"{self.source}, module {self.module}" if self.module else self.source
 
     def __str__(self) -> str:
         if not self.blocks:
             return self.reason
-        return f"{self.what} cannot be captured: it {self.reason.removeprefix(self.what + ': it ')}; {self.way_out}"
+        return f"{self.what} cannot be captured: it {self.why} ({self._place}); {self.way_out}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,7 +242,9 @@ def test_methods_static_methods_and_plain_calls(
     ]
 
 
-def test_mark_eager_by_module_name(device: torch.device, family: PlanFamily, replay: Callable[[Plan], Tensor]) -> None:
+def test_mark_eager_by_module_name(
+    device: torch.device, family: PlanFamily, replay: Callable[[Plan], Tensor]
+) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)), nn.Tanh()).to(device)
     x = torch.randn(2, 4, device=device)
     marks = mark_eager(model, "1.*")

@@ -181,7 +181,9 @@ def test_a_tensor_of_device_tensors_is_a_host_read(device: torch.device, family:
 
 
 @pytest.mark.parametrize("use", ["capture", "close", "poison", "reserve"])
-def test_a_break_may_not_touch_the_family_that_replays_it(device: torch.device, family: PlanFamily, use: str) -> None:
+def test_a_break_may_not_touch_the_family_that_replays_it(
+    device: torch.device, family: PlanFamily, use: str
+) -> None:
     x, now = torch.ones(4, device=device), {"now": False}
     calls = {
         "capture": lambda: family.capture(lambda: x * 2),
