@@ -1,9 +1,9 @@
 """The CPU device: the rules of CUDA graphs on a laptop. It claims no speed.
 
 What it cannot see: races between streams; what a kernel does inside (an opaque operator's declared effects are
-believed, what it writes counts as not read, its own host reads go unnoticed); CUDA addresses; ``x.to("cpu")`` (here
-every tensor is there already); which rows ``index_put_`` and its like reach; host tensors that factories without a
-device make.
+believed, what it writes counts as not read, its own host reads go unnoticed); CUDA addresses; ``x.to(device)``, since
+every tensor is there already (only the word "cpu" shows); which rows ``index_put_`` and its like reach; host tensors
+that factories without a device make.
 """
 
 from __future__ import annotations
