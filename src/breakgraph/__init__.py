@@ -14,17 +14,19 @@ if TYPE_CHECKING:
     from breakgraph.api import capture
     from breakgraph.engine.llm import LLM
     from breakgraph.engine.sampling import SamplingParams
-    from breakgraph.graph import PlanFamily, break_graph, eager_on_graph, mark_eager
+    from breakgraph.graph import Live, PlanFamily, break_graph, constant, eager_on_graph, mark_eager
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "Live",
     "PlanFamily",
     "SamplingParams",
     "__version__",
     "break_graph",
     "capture",
+    "constant",
     "eager_on_graph",
     "errors",
     "mark_eager",
@@ -32,10 +34,12 @@ __all__ = [
 
 _SOURCES = {
     "LLM": "breakgraph.engine.llm",
+    "Live": "breakgraph.graph",
     "PlanFamily": "breakgraph.graph",
     "SamplingParams": "breakgraph.engine.sampling",
     "break_graph": "breakgraph.graph",
     "capture": "breakgraph.api",
+    "constant": "breakgraph.graph",
     "eager_on_graph": "breakgraph.graph",
     "mark_eager": "breakgraph.graph",
 }

@@ -9,7 +9,7 @@ import torch
 
 from breakgraph.backends import Backend, make_backend
 from breakgraph.errors import ClosedError, ConfigError, StaleOutputError, VerificationError
-from breakgraph.graph import OutputPolicy, PlanFamily, PlanReport, ShapeKey
+from breakgraph.graph import OnHazard, OutputPolicy, PlanFamily, PlanReport, ShapeKey
 from breakgraph.graph.modes import ExecMode
 from breakgraph.graph.tree import Tree, tree_leaves
 from breakgraph.verify import VerifyReport, verify_call
@@ -24,10 +24,13 @@ class CapturedGraph:
     Owns: its plan family and backend. Closed by: the caller, or the end of a ``with`` block.
     """
 
-    def __init__(self, family: PlanFamily, backend: Backend, call: Call) -> None:
+    def __init__(
+        self, family: PlanFamily, backend: Backend, call: Call, capture_again: Callable[[], None]
+    ) -> None:
         self._family = family
         self._backend = backend
         self._call: Call | None = call
+        self._capture_again = capture_again
         self._outputs: Tree = None
         self._is_closed = False
 
@@ -39,6 +42,8 @@ class CapturedGraph:
 
         Raises:
             ClosedError: the graph was closed.
+            StalePlanError: a weight was replaced or moved, a module changed its mode, the version token differs, or
+                the graph was invalidated: see :meth:`recapture`.
             ReplayError: a break broke its contract; the outputs are void, the graph stays usable.
         """
         self._check_open()
@@ -84,6 +89,23 @@ class CapturedGraph:
         assert self._call is not None, "an open graph has its callable"
         return verify_call(self._call)
 
+    def invalidate(self) -> None:
+        """Give up what was captured, because what it reads is no longer right; replays raise from here."""
+        self._check_open()
+        self._outputs = None
+        self._family.invalidate()
+
+    def recapture(self) -> None:
+        """Capture the same callable again, with the same options, on what it uses now.
+
+        The old graphs keep some driver memory until :meth:`close`.
+
+        Raises:
+            CaptureError: nothing was captured; replays raise until a capture succeeds.
+        """
+        self.invalidate()
+        self._capture_again()
+
     def close(self) -> None:
         """Destroy the graphs and give their memory back. Safe to call twice."""
         self._is_closed = True
@@ -108,6 +130,8 @@ def capture(
     backend: str = "breakable",
     outputs: OutputPolicy = "borrow",
     state: Sequence[torch.Tensor] = (),
+    on_hazard: OnHazard = "raise",
+    version: Callable[[], object] | None = None,
     verify: bool = False,
 ) -> CapturedGraph:
     """Capture ``fn(*static_inputs)`` as CUDA-graph segments with eager breaks between them.
@@ -119,12 +143,19 @@ def capture(
         static_inputs: What it is called with. The tensors among them must stay where they are.
         backend: ``"breakable"``, ``"full"`` (marked calls are recorded too) or ``"debug_eager"`` (one break, nothing is
             recorded).
-        outputs: ``"borrow"`` (valid until the next replay) or ``"copy"``.
+        outputs: ``"borrow"`` (valid until the next replay), ``"copy"``, or ``"poison"`` to find out who keeps borrowed
+            ones too long: the next replay fills them with NaN.
         state: Tensors that ``fn`` updates in place; capture leaves them as they were.
+        on_hazard: What to do about operations that no graph can hold, and Python side effects that no replay repeats:
+            ``"raise"`` lists all of them in one error, ``"break"`` makes the smallest module or function around each an
+            eager break, ``"warn"`` warns and goes on.
+        version: Called now and at every replay, which raises when the value differs. Parameters, buffers and modes of
+            modules are watched without it.
         verify: Compare with eager before returning, see :meth:`CapturedGraph.verify`.
 
     Raises:
         ConfigError: inputs on several devices or none, or a backend that does not capture.
+        HazardError: there are hazards, and ``on_hazard`` is "raise", or is "break" and no break can be made.
         CaptureError: nothing was captured; an exception of ``fn``'s own arrives unchanged.
         VerificationError: a replay differs from eager; nothing is kept of it.
     """
@@ -134,7 +165,11 @@ def capture(
         chosen = make_backend(backend, family)
         if not chosen.captures:
             raise ConfigError(f"expected a capturing backend, got {backend!r}; call the function, or use debug_eager")
-        chosen.capture(_KEY, lambda: fn(*static_inputs), state, outputs)
+
+        def capture_it() -> None:
+            chosen.capture(_KEY, lambda: fn(*static_inputs), state, outputs, on_hazard, version)
+
+        capture_it()
         call = Call(
             fn=fn,
             inputs=static_inputs,
@@ -149,7 +184,7 @@ def capture(
     except BaseException:
         family.close()
         raise
-    return CapturedGraph(family, chosen, call)
+    return CapturedGraph(family, chosen, call, capture_it)
 
 
 def _raise_if_wrong(report: VerifyReport) -> None:

@@ -14,23 +14,33 @@
     │       └── RequestTooLargeError         can never fit the KV cache
     ├── CaptureError (RuntimeError)          a capture failed; nothing was published
     │   ├── UncapturableOpError              host sync, data-dependent shape, pageable copy in a segment
+    │   │   └── HazardError                  all of these at once, found in a run before the capture
     │   ├── BreakArgumentError               a break argument that would go stale
     │   ├── BreakResultError                 a break result that cannot cross its boundary
     │   ├── StalePoolTensorError             a pool tensor that is older than the plan being captured
     │   ├── PoolLeakError                    a pool tensor that outlived the capture
+    │   ├── BakedValueError                  two captures of one bucket hold different values
     │   ├── EmptySegmentError                operations were seen, the graph holds none
     │   ├── ForeignCaptureError              a marked call while somebody else captures on this stream
     │   ├── VerificationError                a replay differs from eager; carries the report
     │   └── CaptureUnavailableError          an earlier failure left this process unable to capture
     ├── ReplayError (RuntimeError)           this replay is void, the plan is not
     │   ├── ResultMismatchError              a break's result no longer matches its boundary
+    │   ├── StalePlanError                   a weight was replaced, a mode was changed, or the plan was invalidated
     │   ├── UnwrittenReadError               CPU device: pool bytes read that this replay has not written
     │   ├── UndeclaredWriteError             CPU device: a break wrote an argument it does not list in mutates=
     │   └── StaleOutputError                 a borrowed output after a later replay
     └── ClosedError (RuntimeError)           the plan, family or engine was closed
+
+    HazardWarning (UserWarning)              what HazardError would have said, with on_hazard="warn"
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from breakgraph.graph.hazards import HazardReport
 
 
 class BreakgraphError(Exception):
@@ -85,6 +95,18 @@ class UncapturableOpError(CaptureError):
     """An operation that no graph can hold: host sync, data-dependent shape, pageable copy."""
 
 
+class HazardError(UncapturableOpError):
+    """Everything in a function that no graph can hold, listed at once; ``report`` has the parts."""
+
+    def __init__(self, message: str, report: HazardReport) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class HazardWarning(UserWarning):
+    """What a :class:`HazardError` would have said."""
+
+
 class BreakArgumentError(CaptureError):
     """A break argument that is neither a tensor nor an immutable constant."""
 
@@ -99,6 +121,10 @@ class StalePoolTensorError(CaptureError):
 
 class PoolLeakError(CaptureError):
     """A pool tensor is still referenced after the capture ended."""
+
+
+class BakedValueError(CaptureError):
+    """Two captures of one bucket hold different values: a replay of another step would use the wrong ones."""
 
 
 class EmptySegmentError(CaptureError):
@@ -127,6 +153,10 @@ class ReplayError(BreakgraphError, RuntimeError):
 
 class ResultMismatchError(ReplayError):
     """A break returned something its boundary cannot take."""
+
+
+class StalePlanError(ReplayError):
+    """What the plan was captured with is not there any more; nothing ran."""
 
 
 class UnwrittenReadError(ReplayError):

@@ -13,11 +13,13 @@ from contract.source_tree import SRC, all_modules
 
 PUBLIC = [
     "LLM",
+    "Live",
     "PlanFamily",
     "SamplingParams",
     "__version__",
     "break_graph",
     "capture",
+    "constant",
     "eager_on_graph",
     "errors",
     "mark_eager",

@@ -11,7 +11,7 @@ from breakgraph.errors import CaptureError, ReplayError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from breakgraph.graph import OutputPolicy, Plan, PlanFamily, PlanReport, ShapeKey
+    from breakgraph.graph import OnHazard, OutputPolicy, Plan, PlanFamily, PlanReport, ShapeKey
 
 Tree = Any
 """A tensor, a constant, or a container of trees."""
@@ -39,6 +39,8 @@ class Backend(ABC):
         forward: Callable[[], Tree],
         state: Sequence[Tensor] = (),
         outputs: OutputPolicy = "borrow",
+        on_hazard: OnHazard | None = None,
+        version: Callable[[], object] | None = None,
     ) -> None:
         """Publish a plan of ``forward`` under ``key``, or nothing.
 
@@ -46,6 +48,8 @@ class Backend(ABC):
             forward: Reads tensors at fixed addresses only; returns a tree of tensors.
             state: Tensors that ``forward`` writes and that capture must put back.
             outputs: Whether replays lend their outputs or give copies.
+            on_hazard: See :meth:`PlanFamily.capture`; means nothing to a backend that records nothing.
+            version: See :meth:`PlanFamily.capture`; the same.
 
         Raises:
             CaptureError: ``key`` is taken, or the capture failed.
@@ -57,6 +61,7 @@ class Backend(ABC):
 
         Raises:
             ReplayError: nothing is captured under ``key``.
+            StalePlanError: what was captured was invalidated since, or is out of date.
         """
 
     @abstractmethod
@@ -102,11 +107,19 @@ class PlanBackend(Backend):
         forward: Callable[[], Tree],
         state: Sequence[Tensor] = (),
         outputs: OutputPolicy = "borrow",
+        on_hazard: OnHazard | None = None,
+        version: Callable[[], object] | None = None,
     ) -> None:
-        if key in self._plans:
+        if self.captured(key):
             raise already_captured(self.name, key)
         self._plans[key] = self.family.capture(
-            forward, label=str(key), breaks=not self.records_breaks, state=state, outputs=outputs
+            forward,
+            label=str(key),
+            breaks=not self.records_breaks,
+            state=state,
+            outputs=outputs,
+            on_hazard=on_hazard,
+            version=version,
         )
 
     def replay(self, key: ShapeKey) -> Tree:
@@ -116,10 +129,10 @@ class PlanBackend(Backend):
         return plan.replay()
 
     def captured(self, key: ShapeKey) -> bool:
-        return key in self._plans
+        return key in self._plans and not self._plans[key].is_closed
 
     def explain(self) -> dict[ShapeKey, PlanReport]:
-        return {key: plan.explain() for key, plan in self._plans.items()}
+        return {key: plan.explain() for key, plan in self._plans.items() if not plan.is_closed}
 
     def release(self, key: ShapeKey) -> None:
         plan = self._plans.pop(key, None)

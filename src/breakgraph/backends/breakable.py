@@ -11,7 +11,7 @@ from breakgraph.graph import EagerBreak
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from breakgraph.graph import OutputPolicy, ShapeKey
+    from breakgraph.graph import OnHazard, OutputPolicy, ShapeKey
 
 
 class BreakableBackend(PlanBackend):
@@ -35,5 +35,7 @@ class DebugEagerBackend(BreakableBackend):
         forward: Callable[[], Tree],
         state: Sequence[Tensor] = (),
         outputs: OutputPolicy = "borrow",
+        on_hazard: OnHazard | None = None,
+        version: Callable[[], object] | None = None,
     ) -> None:
-        super().capture(key, EagerBreak(forward, name="the whole forward"), state, outputs)
+        super().capture(key, EagerBreak(forward, name="the whole forward"), state, outputs, on_hazard, version)

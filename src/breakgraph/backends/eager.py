@@ -10,7 +10,7 @@ from breakgraph.backends.base import Backend, Tree, already_captured, not_captur
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from breakgraph.graph import OutputPolicy, PlanFamily, PlanReport, ShapeKey
+    from breakgraph.graph import OnHazard, OutputPolicy, PlanFamily, PlanReport, ShapeKey
 
 
 class EagerBackend(Backend):
@@ -30,6 +30,8 @@ class EagerBackend(Backend):
         forward: Callable[[], Tree],
         state: Sequence[Tensor] = (),
         outputs: OutputPolicy = "borrow",
+        on_hazard: OnHazard | None = None,
+        version: Callable[[], object] | None = None,
     ) -> None:
         if key in self._forwards:
             raise already_captured(self.name, key)

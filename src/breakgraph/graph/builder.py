@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from breakgraph.errors import BreakArgumentError, BreakResultError, StalePoolTensorError
+from breakgraph.errors import BreakArgumentError, BreakResultError, CaptureError, StalePoolTensorError
 from breakgraph.graph.boundary import ResultStore, view_of
 from breakgraph.graph.device import Block, CaptureSession, Device, Pool, Segment
 from breakgraph.graph.eager_break import BreakSpec, run_plain
 from breakgraph.graph.effects import tensors_in
+from breakgraph.graph.live import Live
 from breakgraph.graph.modes import ExecMode
 from breakgraph.graph.outputs import copy_into
 from breakgraph.graph.plan import EagerStep, GraphStep
-from breakgraph.graph.tree import Tree, describe, is_constant, tree_map
+from breakgraph.graph.refusals import HOST_SYNC, Fault, HostReadGuard, source_line
+from breakgraph.graph.tree import Tree, describe, is_constant, tree_leaves, tree_map
 
 
 class _FirstRun(TorchDispatchMode):
-    """Watches a break's first run: the streams it launches on, the storages it makes."""
+    """Watches a break's first run: the streams it launches on, the storages it makes, what it reads on the host."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -30,11 +33,25 @@ class _FirstRun(TorchDispatchMode):
         self._main = device.current_stream()
         self.side_streams: list[Any] = []
         self.made: dict[int, StorageWeakRef] = {}
+        self.host_read: str | None = None
+
+    def guard(self) -> HostReadGuard:
+        """Sees the host reads that the dispatcher does not."""
+        guard = self._device.host_guard(self._note_read, tags=False)
+        guard.enabled = True
+        return guard
+
+    def _note_read(self, fault: Fault) -> AbstractContextManager[None]:
+        if fault.kind == HOST_SYNC:
+            self.host_read = self.host_read or source_line()
+        return nullcontext()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         stream = self._device.current_stream()
         if stream != self._main and stream not in self.side_streams:
             self.side_streams.append(stream)
+        if torch.Tag.data_dependent_output in func.tags:
+            self.host_read = self.host_read or source_line()
         out = func(*args, **(kwargs or {}))
         given = {t.untyped_storage()._cdata for t in tensors_in([*args, *(kwargs or {}).values()])}
         for tensor in tensors_in(out):
@@ -50,7 +67,9 @@ class CaptureBuilder:
     Borrows: device, pool. Gives away: a whole plan's steps and pins, or, when the capture failed, graphs to be parked.
     """
 
-    def __init__(self, device: Device, pool: Pool, stream: Any, breaks: bool) -> None:
+    def __init__(
+        self, device: Device, pool: Pool, stream: Any, breaks: bool, constants: Sequence[Any] = ()
+    ) -> None:  # fmt: skip
         self.steps: list[GraphStep | EagerStep] = []
         self.pins: dict[int, torch.UntypedStorage] = {}
         self._device = device
@@ -58,6 +77,8 @@ class CaptureBuilder:
         self._breaks = breaks
         self._mode = ExecMode.current(device.torch_device.type)
         self._in_break = False
+        self._constants = iter(constants)
+        self._declared: list[Any] = []
         self._pending: EagerStep | None = None
         self._failure: BaseException | None = None
         self._made_in_breaks: dict[int, tuple[StorageWeakRef, str]] = {}
@@ -102,6 +123,20 @@ class CaptureBuilder:
         except BaseException as error:
             self._failure = error
             raise
+
+    def constant(self, value: Any, read: Callable[[], Any]) -> Any:
+        """A declared constant. What captured code declares was read in the warm-up: nothing is computed here."""
+        if self._in_break or not isinstance(value, torch.Tensor):
+            found = read()
+            self._declared += [leaf for _, leaf in tree_leaves(found)]
+            return found
+        try:
+            return next(self._constants)
+        except StopIteration:
+            raise CaptureError(
+                "breakgraph.constant() is called more often in the capture than in the warm-up; a captured function "
+                "must do the same at every call"
+            ) from None
 
     @property
     def is_recording(self) -> bool:
@@ -154,6 +189,8 @@ class CaptureBuilder:
             if not isinstance(leaf, torch.Tensor):
                 if is_constant(leaf) or isinstance(leaf, torch.nn.Module | torch.Size):
                     return leaf
+                if any(leaf is value for value in (*args, *kwargs.values())) and isinstance(leaf, Live):
+                    return leaf
                 raise BreakArgumentError(
                     f"argument {path} of break {spec.name} is {describe(leaf)}, which would keep its capture-time "
                     "state at every replay; pass tensors and constants, and read what changes from step to step inside "
@@ -185,13 +222,28 @@ class CaptureBuilder:
 
     def _run_first(self, step: EagerStep) -> Tree:
         watch = _FirstRun(self._device)
+        self._declared = []
         self._device.synchronize()  # which side streams it uses, and must wait for this one, is not known yet
-        with step.scope(), watch:
+        with step.scope(), watch.guard(), watch:
             result = step.call()
+        self._check_read_values(result, watch, step.spec)
         step.side_streams = watch.side_streams
         self._device.join(step.side_streams)
         self._made_in_breaks.update((cdata, (ref, step.spec.name)) for cdata, ref in watch.made.items())
         return result
+
+    def _check_read_values(self, result: Tree, watch: _FirstRun, spec: BreakSpec) -> None:
+        """A number that a break read from a tensor must not steer the code after it, which does not run again."""
+        if watch.host_read is None:
+            return
+        declared = [(type(value), value) for value in self._declared]
+        for path, leaf in tree_leaves(result, f"{spec.name} result"):
+            if isinstance(leaf, bool | int | float | complex) and (type(leaf), leaf) not in declared:
+                raise BreakResultError(
+                    f"{path} is {leaf!r}, and the break reads a tensor on the host ({watch.host_read}): code after the "
+                    "break would keep this value; return a tensor, keep the decision inside the break, or declare the "
+                    "value with breakgraph.constant()"
+                )
 
     def _check_storage(self, storage: torch.UntypedStorage) -> None:
         """Raises for a pool tensor of another plan, and for one that a break made and handed on behind our back."""

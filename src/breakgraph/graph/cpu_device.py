@@ -1,14 +1,14 @@
 """The CPU device: the rules of CUDA graphs on a laptop. It claims no speed.
 
 What it cannot see: races between streams; what a kernel does inside (an opaque operator's declared effects are
-believed, what it writes counts as not read, its own host reads go unnoticed); CUDA addresses; ``x.to("cpu")`` (here
-every tensor is there already); which rows ``index_put_`` and its like reach; host tensors that factories without a
-device make.
+believed, what it writes counts as not read, its own host reads go unnoticed); CUDA addresses; ``x.to(device)``, since
+every tensor is there already (only the word "cpu" shows); which rows ``index_put_`` and its like reach; host tensors
+that factories without a device make.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from breakgraph.errors import UndeclaredWriteError
 from breakgraph.graph.cpu_pool import CpuPool
-from breakgraph.graph.cpu_record import Allocation, CpuRecorder, TapeEntry, is_host, tag_host
-from breakgraph.graph.device import CaptureSession, Device, Peak, Pool, Segment
+from breakgraph.graph.cpu_record import Allocation, CpuRecorder, TapeEntry, is_host, map_tensors, tag_host, tagged
+from breakgraph.graph.cpu_words import describe_entry
+from breakgraph.graph.device import CaptureSession, Device, Peak, Pool, RecordedCall, Segment
 from breakgraph.graph.effects import allocates_only, reads_and_writes
-from breakgraph.graph.refusals import HostReadGuard
+from breakgraph.graph.refusals import Fault, HostReadGuard, cpu_transfer_fault, refuse
 
 
 class CpuSegment(Segment):
@@ -37,12 +38,23 @@ class CpuSegment(Segment):
         for entry in self._tape:
             entry.run(self._pool)
 
+    def recorded(self, outside: dict[int, int]) -> list[RecordedCall]:
+        baked = self._pool, {pin.data_ptr() for pin in self.pins}, outside
+        return [describe_entry(entry, *baked) for entry in self._tape if isinstance(entry, TapeEntry)]
+
     def retire(self) -> None:
         self._tape = []
         self.pins = []
 
     def close(self) -> None:
         self.retire()
+
+
+def _host_guard(
+    report: Callable[[Fault], AbstractContextManager[None]],
+    tag: Callable[[torch.Tensor], None] | None = tag_host,
+) -> HostReadGuard:
+    return HostReadGuard(lambda t: not is_host(t), tag, report)
 
 
 class CpuCapture(CaptureSession):
@@ -53,7 +65,7 @@ class CpuCapture(CaptureSession):
         self._older_bytes = 0
         self.pool_peak_bytes = 0
         self._recorder = CpuRecorder(pool, check_storage)
-        self._guard = HostReadGuard(lambda t: not is_host(t), tag_host)
+        self._guard = _host_guard(refuse)
         self._scope = ExitStack()
 
     def __enter__(self) -> CpuCapture:
@@ -166,6 +178,22 @@ class CpuDevice(Device):
 
     def is_transient_host(self, tensor: torch.Tensor) -> bool:
         return is_host(tensor)
+
+    def host_guard(
+        self, report: Callable[[Fault], AbstractContextManager[None]], *, tags: bool = True
+    ) -> HostReadGuard:
+        return _host_guard(report, tag_host if tags else None)
+
+    def transfer_fault(
+        self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]
+    ) -> Fault | None:
+        return cpu_transfer_fault(func, given, is_host)
+
+    def default_generators(self) -> Sequence[torch.Generator]:
+        return (torch.default_generator,)
+
+    def from_host(self, given: Sequence[torch.Tensor], out: Any) -> Any:
+        return map_tensors(out, tagged) if given and all(is_host(t) for t in given) else out
 
     def begin_replay(self, pool: Pool, last_stream: Any) -> None:
         assert isinstance(pool, CpuPool)

@@ -81,6 +81,11 @@ class CpuPool(Pool):
     def owns(self, address: int) -> bool:
         return self._arena(address) is not None
 
+    def place_of(self, address: int) -> str | None:
+        """Where an address of this pool lies, in words that are equal for pools that were used alike."""
+        arena = self._arena(address)
+        return None if arena is None else f"arena {self._arenas.index(arena)}+{address - arena.address}"
+
     def live_blocks(self) -> list[Block]:
         self._sweep()
         return [Block(address, nbytes) for address, (nbytes, _) in sorted(self._live.items())]

@@ -13,7 +13,7 @@ from breakgraph.errors import UncapturableOpError
 from breakgraph.graph.boundary import with_bits_of
 from breakgraph.graph.cpu_pool import CpuPool, Span
 from breakgraph.graph.effects import allocates_only, reads_and_writes, tensors_in
-from breakgraph.graph.refusals import check_op, refuse
+from breakgraph.graph.refusals import cpu_transfer_fault, op_fault, refuse
 
 _HOST_TAG = "_breakgraph_host"
 
@@ -149,14 +149,12 @@ class CpuRecorder(TorchDispatchMode):
             decomposed = func.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:
             return decomposed
-        check_op(func, args)
         given = [*tensors_in(list(args)), *tensors_in(list(kwargs.values()))]
+        fault = op_fault(func, args) or cpu_transfer_fault(func, given, is_host)
+        if fault is not None:
+            refuse(fault)
         if given and all(is_host(t) for t in given):
-            return map_tensors(func(*args, **kwargs), _tagged)
-        if any(is_host(t) for t in given) and func._schema.name == "aten::copy_":
-            refuse(str(func), "copies between host and device through pageable memory")
-        if any(is_host(t) and t.dim() > 0 for t in given):
-            refuse(f"{func} on a host tensor and a device tensor", "mixes devices; make the host tensor on the device")
+            return map_tensors(func(*args, **kwargs), tagged)
         if func.is_view or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
         call = _MetaCall()
@@ -224,6 +222,7 @@ class CpuRecorder(TorchDispatchMode):
         return self._aliases[key]
 
 
-def _tagged(tensor: torch.Tensor) -> torch.Tensor:
+def tagged(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, after :func:`tag_host`."""
     tag_host(tensor)
     return tensor

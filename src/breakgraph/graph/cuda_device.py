@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from breakgraph.errors import CaptureUnavailableError, EmptySegmentError
+from breakgraph.graph.cuda_nodes import Driver, Places, known_to, read_graph
 from breakgraph.graph.cuda_pool import CudaPool
 from breakgraph.graph.cuda_record import CudaRecorder
-from breakgraph.graph.device import CaptureSession, Device, Peak, Pool, Segment
-from breakgraph.graph.refusals import HostReadGuard
+from breakgraph.graph.device import Block, CaptureSession, Device, Peak, Pool, RecordedCall, Segment
+from breakgraph.graph.refusals import Fault, HostReadGuard, cuda_transfer_fault, refuse
 
 
 def _count_nodes(raw_graph: int) -> int | None:
@@ -32,7 +33,10 @@ def _count_nodes(raw_graph: int) -> int | None:
 class CudaSegment(Segment):
     """A graph that is launched only if it holds something."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, num_ops: int, pins: Sequence[torch.UntypedStorage]) -> None:
+    def __init__(
+        self, pool: CudaPool, graph: torch.cuda.CUDAGraph, num_ops: int, pins: Sequence[torch.UntypedStorage]
+    ) -> None:
+        self._pool = pool
         self.pins = pins
         self.num_ops = num_ops
         nodes = _count_nodes(graph.raw_cuda_graph())
@@ -46,6 +50,13 @@ class CudaSegment(Segment):
             assert self._graph is not None, "the segment was closed"
             self._graph.replay()
 
+    def recorded(self, outside: dict[int, int]) -> list[RecordedCall]:
+        assert self._graph is not None, "the segment was closed"
+        driver: Driver = ctypes.CDLL("libcuda.so.1")
+        pins = [Block(pin.data_ptr(), pin.nbytes()) for pin in self.pins]
+        places = Places(self._pool.runs, pins, outside, known_to(driver))
+        return read_graph(driver, self._graph.raw_cuda_graph(), places)
+
     def retire(self) -> None:
         self.pins = []
 
@@ -54,6 +65,10 @@ class CudaSegment(Segment):
         if self._graph is not None:
             self._graph.reset()  # explicitly: a traceback may still refer to the graph, and the pool outlives no graph
         self._graph = None
+
+
+def _host_guard(report: Callable[[Fault], AbstractContextManager[None]]) -> HostReadGuard:
+    return HostReadGuard(lambda t: t.is_cuda, None, report)
 
 
 class CudaCapture(CaptureSession):
@@ -66,7 +81,7 @@ class CudaCapture(CaptureSession):
         self._pool = pool
         self._stream = stream
         self._recorder = CudaRecorder(stream, check_storage)
-        self._guard = HostReadGuard(lambda t: t.is_cuda, None)
+        self._guard = _host_guard(refuse)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._scope = ExitStack()
         self.pool_peak_bytes = 0
@@ -119,7 +134,7 @@ class CudaCapture(CaptureSession):
         risen = self._active_bytes("peak") - self._begun_with
         in_use = self._pool.live_bytes - self._older_bytes
         self.pool_peak_bytes = max(self.pool_peak_bytes, in_use + risen)
-        segment = CudaSegment(graph, self._recorder.num_ops, pins)
+        segment = CudaSegment(self._pool, graph, self._recorder.num_ops, pins)
         if segment.num_ops and not segment.num_nodes:
             self._pool.keep(graph)
             raise EmptySegmentError(
@@ -210,6 +225,22 @@ class CudaDevice(Device):
 
     def is_transient_host(self, tensor: torch.Tensor) -> bool:
         return not tensor.is_cuda and not tensor.is_pinned()
+
+    def host_guard(
+        self, report: Callable[[Fault], AbstractContextManager[None]], *, tags: bool = True
+    ) -> HostReadGuard:
+        return _host_guard(report)
+
+    def transfer_fault(
+        self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]
+    ) -> Fault | None:
+        return cuda_transfer_fault(func, args, kwargs, given)
+
+    def default_generators(self) -> Sequence[torch.Generator]:
+        return torch.cuda.default_generators
+
+    def from_host(self, given: Sequence[torch.Tensor], out: Any) -> Any:
+        return out
 
     def begin_replay(self, pool: Pool, last_stream: Any) -> torch.cuda.Stream:
         current = torch.cuda.current_stream(self.torch_device)

@@ -91,6 +91,11 @@ class CudaPool(Pool):
         self._ranges = [(s["address"], s["address"] + s["total_size"]) for s in segments]
         self.live_bytes = sum(b["size"] for s in segments for b in s["blocks"] if b["state"] != "inactive")
 
+    @property
+    def runs(self) -> list[Block]:
+        """The runs of memory that the pool had at the last :meth:`refresh`."""
+        return [Block(start, end - start) for start, end in self._ranges]
+
     def owns(self, address: int) -> bool:
         return any(start <= address < end for start, end in self._ranges)
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from breakgraph.graph.effects import allocates_only, tensors_in
-from breakgraph.graph.refusals import check_op, refuse
+from breakgraph.graph.refusals import cuda_transfer_fault, op_fault, refuse
 
 
 class CudaRecorder(TorchDispatchMode):
@@ -44,9 +44,10 @@ class CudaRecorder(TorchDispatchMode):
             decomposed = func.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:
             return decomposed
-        check_op(func, args)
         given = [*tensors_in(list(args)), *tensors_in(list(kwargs.values()))]
-        self._check_transfer(func, args, kwargs, given)
+        fault = op_fault(func, args) or cuda_transfer_fault(func, args, kwargs, given)
+        if fault is not None:
+            refuse(fault)
         out = func(*args, **kwargs)
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in given}
         for address, storage in storages.items():
@@ -65,19 +66,3 @@ class CudaRecorder(TorchDispatchMode):
             if (current := torch.cuda.current_stream(self._stream.device)) != self._stream:
                 self.side_streams[current.cuda_stream] = current
         return out
-
-    @staticmethod
-    def _check_transfer(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
-        """Host and device meet only through pinned memory and without waiting."""
-        name = func._schema.name
-        if name == "aten::copy_" and args[0].is_cuda != args[1].is_cuda:
-            host = args[1] if args[0].is_cuda else args[0]
-            non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-            if not (host.is_pinned() and non_blocking):
-                refuse(str(func), "copies between host and device through pageable memory, or waits for the copy")
-        elif name == "aten::_to_copy" and kwargs.get("device") is not None:
-            source, target = given[0], torch.device(kwargs["device"])
-            if source.is_cuda and target.type == "cpu":
-                refuse(str(func), "copies a device tensor to the host and waits for it")
-            if not source.is_cuda and target.type == "cuda" and not (source.is_pinned() and kwargs.get("non_blocking")):
-                refuse(str(func), "uploads host data from pageable memory, or waits for the copy")

@@ -7,7 +7,7 @@ the same rules on the CPU. Everything above this file is written once, for both.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from breakgraph.errors import UnknownNameError
+from breakgraph.graph.refusals import Fault, HostReadGuard
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,21 @@ class Pool(ABC):
         """Give the memory back. All graphs on it must be gone."""
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One operator or kernel of a segment, or a break, in words that are equal for two captures of the same thing.
+
+    Attributes:
+        name: Of the operator, kernel or break.
+        arguments: What each argument is, addresses told as places: a block and an offset.
+        unread: Arguments that could not be read or classified.
+    """
+
+    name: str
+    arguments: dict[str, str]
+    unread: tuple[str, ...] = ()
+
+
 class Segment(ABC):
     """One captured graph. ``num_ops`` were dispatched, ``num_nodes`` recorded; ``pins`` keep what it reads alive."""
 
@@ -99,6 +115,14 @@ class Segment(ABC):
     @abstractmethod
     def replay(self) -> None:
         """Launch on the current stream."""
+
+    @abstractmethod
+    def recorded(self, outside: dict[int, int]) -> list[RecordedCall]:
+        """The calls in their order.
+
+        Args:
+            outside: Numbers of the storages outside the pool, by address, in the order of their first use; continued.
+        """
 
     @abstractmethod
     def retire(self) -> None:
@@ -194,6 +218,31 @@ class Device(ABC):
     @abstractmethod
     def is_transient_host(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is ordinary host memory, which no replay would see change."""
+
+    @abstractmethod
+    def host_guard(
+        self, report: Callable[[Fault], AbstractContextManager[None]], *, tags: bool = True
+    ) -> HostReadGuard:
+        """A guard that tells this device's tensors from the host's; not enabled yet.
+
+        Args:
+            report: See :class:`HostReadGuard`.
+            tags: Whether tensors that are made meanwhile are marked as the host's, where that is needed to tell.
+        """
+
+    @abstractmethod
+    def transfer_fault(
+        self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]
+    ) -> Fault | None:
+        """What is wrong with an operator on both host and device tensors."""
+
+    @abstractmethod
+    def default_generators(self) -> Sequence[torch.Generator]:
+        """The generators that graphs know and advance."""
+
+    @abstractmethod
+    def from_host(self, given: Sequence[torch.Tensor], out: Any) -> Any:
+        """``out`` of an operator on ``given``, marked as the host's where only we know that it is."""
 
     @abstractmethod
     def begin_replay(self, pool: Pool, last_stream: Any) -> Any:

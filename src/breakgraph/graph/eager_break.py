@@ -9,12 +9,16 @@ import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import torch
 
 from breakgraph.errors import ConfigError, ForeignCaptureError, ResultMismatchError, UnknownNameError
+from breakgraph.graph.live import has_live, resolved
 from breakgraph.graph.tree import Tree, tree_leaves
+
+if TYPE_CHECKING:
+    from breakgraph.graph.warm_up import WarmUp
 
 
 class BreakHandler(Protocol):
@@ -29,13 +33,18 @@ class BreakHandler(Protocol):
     ) -> Tree:  # fmt: skip
         """Run a marked call and return its result."""
 
+    def constant(self, value: Any, read: Callable[[], Any]) -> Any:
+        """The host value of a declared constant; ``read`` reads it from the device."""
+
 
 class _ThreadState(threading.local):
     builder: BreakHandler | None = None
+    warm_up: WarmUp | None = None
 
 
 active = _ThreadState()
-"""The capture of this thread, if there is one. Set by the plan family, read by every marked call."""
+"""The capture of this thread, or the warm-up before it, if there is one. Set by the plan family, read by every marked
+call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,7 @@ class BreakSpec:
         row_dim: The dimension that ``valid_rows`` counts along, in mutated arguments and in results that have it.
         signature: Of the function as it is called.
         always: Whether it is a break also in captures that record marked calls.
+        reason: Why it was made a break, where nobody marked it.
     """
 
     name: str
@@ -57,6 +67,7 @@ class BreakSpec:
     row_dim: int
     signature: inspect.Signature
     always: bool = False
+    reason: str = ""
 
     @property
     def has_variadic(self) -> bool:
@@ -98,6 +109,8 @@ class BreakSpec:
 
 def run_plain(spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tree:
     """The call as it runs outside a breakable capture: the function, then defined tails."""
+    if has_live(args, kwargs):
+        args, kwargs = resolved(args, kwargs)
     result = fn(*args, **kwargs)
     if spec.valid_rows is not None:
         valid = spec.valid_rows()
@@ -118,6 +131,8 @@ def _call(spec: BreakSpec, fn: Callable[..., Tree], args: tuple[Any, ...], kwarg
             f"{spec.name} is marked as an eager break and was called while this stream is being captured by code that "
             "does not know breaks; capture with breakgraph, or call the undecorated function"
         )
+    if active.warm_up is not None:
+        return active.warm_up.call_break(spec, fn, args, kwargs)
     return run_plain(spec, fn, args, kwargs)
 
 
@@ -133,6 +148,7 @@ class EagerBreak:
         row_dim: int = 0,
         name: str | None = None,
         always: bool = False,
+        reason: str = "",
     ) -> None:
         if isinstance(fn, staticmethod | classmethod):
             raise ConfigError(f"put @{type(fn).__name__} above @eager_on_graph, which marks the function itself")
@@ -143,7 +159,7 @@ class EagerBreak:
         functools.update_wrapper(self, fn)
         self.fn = fn
         shown = name or getattr(fn, "__qualname__", repr(fn)).replace("<locals>.", "")
-        self.spec = BreakSpec(shown, tuple(mutates), valid_rows, row_dim, signature, always)
+        self.spec = BreakSpec(shown, tuple(mutates), valid_rows, row_dim, signature, always, reason)
         self._method_spec: BreakSpec | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tree:
@@ -169,6 +185,11 @@ class _MethodBreak:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tree:
         return _call(self.spec, self.fn, args, kwargs)
+
+
+def is_break(fn: object) -> bool:
+    """Whether ``fn`` is a marked function or a marked method."""
+    return isinstance(fn, EagerBreak | _MethodBreak)
 
 
 @overload

@@ -22,12 +22,15 @@ from breakgraph.errors import (
 from breakgraph.graph.builder import CaptureBuilder
 from breakgraph.graph.device import Device, Segment, get_device
 from breakgraph.graph.eager_break import active
+from breakgraph.graph.fingerprint import Fingerprint, ModuleIndex
+from breakgraph.graph.hazards import OnHazard
 from breakgraph.graph.leaks import find_holders
 from breakgraph.graph.modes import ExecMode, capture_window
 from breakgraph.graph.outputs import OutputBuffer
 from breakgraph.graph.plan import OutputPolicy, Plan
 from breakgraph.graph.report import CaptureCost
 from breakgraph.graph.tree import Tree
+from breakgraph.graph.warm_up import MadeBreaks, warm_up
 from breakgraph.graph.watch import BreakWatcher
 
 
@@ -49,6 +52,8 @@ class PlanFamily:
         self._plans: list[Plan] = []
         self._parked: list[Segment] = []
         self._last_plan: Plan | None = None
+        self._lent: list[torch.Tensor] = []
+        self._index = ModuleIndex()
         self._last_stream: Any = None
         self._busy: str | None = None
         self.watcher: BreakWatcher | None = None
@@ -103,6 +108,8 @@ class PlanFamily:
         warmup: int = 1,
         state: Sequence[torch.Tensor] = (),
         outputs: OutputPolicy = "borrow",
+        on_hazard: OnHazard | None = None,
+        version: Callable[[], object] | None = None,
     ) -> Plan:
         """Capture ``fn``.
 
@@ -117,17 +124,19 @@ class PlanFamily:
                 them, and the outputs' shapes are learnt.
             state: Tensors that ``fn`` updates in place; they hold their old values after the capture.
             outputs: See :attr:`Plan.outputs`.
+            on_hazard: After the warm-up, run once more under watch, and if something is found that a replay cannot
+                repeat: list all of it in one error ("raise"), turn the smallest module or function around each into a
+                break ("break"), or warn ("warn"). None: no such run; the first one met is refused while capturing.
+            version: Called now and at every replay, which raises when the value differs: for state that is not on
+                modules, such as the number of the adapter whose weights were folded in.
 
         Raises:
+            HazardError: see ``on_hazard``.
             CaptureError: nothing was captured, and pool, random generators, streams and collector are as before. An
                 exception of ``fn``'s own arrives unchanged, with the same effect.
         """
-        if outputs not in ("borrow", "copy"):
-            raise ConfigError(f'expected outputs="borrow" or "copy", got {outputs!r}')
-        if warmup < 1:
-            raise ConfigError(f"expected warmup >= 1, got {warmup}; the first run sets libraries up outside the pool")
-        if active.builder is not None:
-            raise CaptureError("this thread is already capturing; capture one plan after the other")
+        _check_options(outputs, on_hazard, warmup)
+        token = None if version is None else version()
         started = time.perf_counter()
         with (
             self._exclusive("a capture"),
@@ -137,27 +146,30 @@ class PlanFamily:
         ):
             self._check_usable()
             self._begin_replay()
-            with _restored(self.device, state) as restore:
+            with _restored(self.device, state) as restore, MadeBreaks() as made:
                 mode = ExecMode.current(self.device.torch_device.type)
-                warmed: Tree = None
-                for _ in range(warmup):
-                    warmed = fn()
-                restore()
-                places = self._outputs.place(warmed)
+                warmed = warm_up(self.device, fn, made, restore, breaks=breaks, runs=warmup, on_hazard=on_hazard)
+                places, constants, notes = self._outputs.place(warmed.outputs), warmed.constants, warmed.notes
                 del warmed
-                before, driver_before = self._pool.reserved_bytes, self.device.driver_bytes()
-                builder = self._build(fn, breaks, places)
-            driver_after = self.device.driver_bytes()
-            cost = CaptureCost(
-                pool_peak_bytes=builder.pool_peak_bytes,
-                pool_growth_bytes=self._pool.reserved_bytes - before,
-                driver_bytes=None if driver_after is None or driver_before is None else driver_after - driver_before,
-                capture_sec=time.perf_counter() - started,
-            )
+                before = (self._pool.reserved_bytes, self.device.driver_bytes())
+                builder = self._build(fn, breaks, places, constants)
+            cost = self._cost(builder, *before, started)
             steps, pins = builder.hand_over()
-            plan = Plan(self, label, steps, pins, places, mode, outputs, cost)
+            fingerprint = Fingerprint(pins, self._index, version, token)
+            plan = Plan(self, label, steps, pins, places, mode, outputs, cost, notes, fingerprint)
             self._plans.append(plan)
         return plan
+
+    def _cost(
+        self, builder: CaptureBuilder, pool_before: int, driver_before: int | None, started: float
+    ) -> CaptureCost:  # fmt: skip
+        driver_after = self.device.driver_bytes()
+        return CaptureCost(
+            pool_peak_bytes=builder.pool_peak_bytes,
+            pool_growth_bytes=self._pool.reserved_bytes - pool_before,
+            driver_bytes=None if driver_after is None or driver_before is None else driver_after - driver_before,
+            capture_sec=time.perf_counter() - started,
+        )
 
     def _check_usable(self) -> None:
         self.device.check_usable()
@@ -167,9 +179,11 @@ class PlanFamily:
                 "its pool was lost; the plans it holds still replay, capture others in a new family"
             )
 
-    def _build(self, fn: Callable[[], Tree], breaks: bool, places: Tree) -> CaptureBuilder:
+    def _build(
+        self, fn: Callable[[], Tree], breaks: bool, places: Tree, constants: Sequence[Any]
+    ) -> CaptureBuilder:  # fmt: skip
         self.device.synchronize()
-        builder = CaptureBuilder(self.device, self._pool, self._stream, breaks)
+        builder = CaptureBuilder(self.device, self._pool, self._stream, breaks, constants)
         active.builder = builder
         try:
             builder.build(fn, places)
@@ -199,6 +213,10 @@ class PlanFamily:
     def _begin_replay(self) -> None:
         self._last_plan = None
         self._last_stream = self.device.begin_replay(self._pool, self._last_stream)
+        for tensor in self._lent:
+            bytes_of = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            bytes_of.set_(tensor.untyped_storage()).fill_(0xFF)
+        self._lent = []
 
     @contextmanager
     def replaying(self, plan: Plan) -> Iterator[None]:
@@ -224,6 +242,10 @@ class PlanFamily:
             finally:
                 self._busy = None
 
+    def lend(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Fill these with 0xFF bytes when the next replay begins: nobody may read them any longer."""
+        self._lent = list(tensors)
+
     def is_last(self, plan: Plan) -> bool:
         """Whether the shared output buffer holds this plan's outputs."""
         return self._last_plan is plan
@@ -233,6 +255,7 @@ class PlanFamily:
         for segment in segments:
             segment.retire()
         self._parked += segments
+        self._index.clear()
         if plan in self._plans:
             self._plans.remove(plan)
 
@@ -250,6 +273,16 @@ class PlanFamily:
         with self._exclusive("poisoning"):
             return self._pool.poison()
 
+    def invalidate(self) -> None:
+        """Close all plans, because weights were moved or replaced; the family can capture them again.
+
+        A later replay of one raises :class:`StalePlanError`. Their graphs keep driver memory until the family closes.
+        """
+        with self._exclusive("invalidating"):
+            self.device.synchronize()
+            for plan in list(self._plans):
+                plan.invalidate()
+
     def close(self) -> None:
         """Destroy all plans, then the pool. Safe to call twice."""
         if self._is_closed:
@@ -262,7 +295,7 @@ class PlanFamily:
             for segment in self._parked:
                 segment.close()
             self._parked = []
-            self._last_plan = None
+            self._last_plan, self._lent = None, []
             self._outputs.close()
             self._pool.close()
             self.device.give_stream(self._stream)
@@ -272,6 +305,17 @@ class PlanFamily:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _check_options(outputs: str, on_hazard: str | None, warmup: int) -> None:
+    if outputs not in ("borrow", "copy", "poison"):
+        raise ConfigError(f'expected outputs="borrow", "copy" or "poison", got {outputs!r}')
+    if on_hazard not in (None, "raise", "break", "warn"):
+        raise ConfigError(f'expected on_hazard="raise", "break", "warn" or None, got {on_hazard!r}')
+    if warmup < 1:
+        raise ConfigError(f"expected warmup >= 1, got {warmup}; the first run sets libraries up outside the pool")
+    if active.builder is not None:
+        raise CaptureError("this thread is already capturing; capture one plan after the other")
 
 
 @contextmanager

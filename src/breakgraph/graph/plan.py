@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from breakgraph.errors import ClosedError, StaleOutputError
+from breakgraph.errors import ClosedError, StaleOutputError, StalePlanError
 from breakgraph.graph.boundary import ResultStore
-from breakgraph.graph.device import Device, Pool, Segment
+from breakgraph.graph.device import Device, Pool, RecordedCall, Segment
 from breakgraph.graph.eager_break import BreakSpec
+from breakgraph.graph.fingerprint import Fingerprint
+from breakgraph.graph.live import has_live, resolved
 from breakgraph.graph.modes import ExecMode
 from breakgraph.graph.report import CaptureCost, PlanReport, StepReport
-from breakgraph.graph.tree import Tree, tree_leaves, tree_map
+from breakgraph.graph.tree import Tree, describe, is_constant, tree_leaves, tree_map
 from breakgraph.graph.watch import BreakWatcher
 
 if TYPE_CHECKING:
     from breakgraph.graph.family import PlanFamily
 
-OutputPolicy = Literal["borrow", "copy"]
+OutputPolicy = Literal["borrow", "copy", "poison"]
 
 
 class GraphStep:
@@ -36,6 +38,10 @@ class GraphStep:
     def is_launched(self) -> bool:
         """False for a segment that holds nothing."""
         return self.segment.num_nodes > 0
+
+    def recorded(self, outside: dict[int, int]) -> list[RecordedCall]:
+        """See :meth:`Segment.recorded`."""
+        return self.segment.recorded(outside)
 
     def report(self, index: int) -> StepReport:
         """For ``explain()``."""
@@ -70,6 +76,7 @@ class EagerStep:
         self._fn = fn
         self._args = args
         self._kwargs = kwargs
+        self._has_live = has_live(args, kwargs)
 
     def scope(self) -> AbstractContextManager[Any]:
         """What every run of the break is wrapped in."""
@@ -83,11 +90,12 @@ class EagerStep:
             return self._call_joined()
 
     def _call_joined(self) -> Tree:
+        args, kwargs = resolved(self._args, self._kwargs) if self._has_live else (self._args, self._kwargs)
         if not self.side_streams:
-            return self._fn(*self._args, **self._kwargs)
+            return self._fn(*args, **kwargs)
         self._device.fork(self.side_streams)
         try:
-            return self._fn(*self._args, **self._kwargs)
+            return self._fn(*args, **kwargs)
         finally:
             self._device.join(self.side_streams)
 
@@ -104,6 +112,11 @@ class EagerStep:
         self.run()
         watcher.after(self.spec, self.mutated, [boundary.view for boundary in self.results.boundaries])
 
+    def recorded(self, outside: dict[int, int]) -> list[RecordedCall]:
+        """The constants among the arguments, which stay those of the capture."""
+        leaves = [*tree_leaves(list(self._args), "argument "), *tree_leaves(self._kwargs, "argument ")]
+        return [RecordedCall(self.spec.name, {path: describe(leaf) for path, leaf in leaves if is_constant(leaf)})]
+
     def report(self, index: int) -> StepReport:
         """For ``explain()``."""
         assert self.results is not None
@@ -114,6 +127,7 @@ class EagerStep:
             arguments=len(self.tensors),
             boundary_bytes=copied,
             side_streams=len(self.side_streams),
+            reason=self.spec.reason,
         )
 
 
@@ -134,6 +148,8 @@ class Plan:
         mode: ExecMode,
         output_policy: OutputPolicy,
         cost: CaptureCost,
+        notes: tuple[str, ...],
+        fingerprint: Fingerprint,
     ) -> None:
         self.label = label
         self.num_replays = 0
@@ -146,6 +162,9 @@ class Plan:
         self._policy = output_policy
         self._copied: Tree = None
         self._cost = cost
+        self._notes = notes
+        self._fingerprint: Fingerprint | None = fingerprint
+        self._is_stale = False
         self._is_closed = False
 
     @property
@@ -166,19 +185,24 @@ class Plan:
 
         Raises:
             ClosedError: the plan was closed.
+            StalePlanError: a weight that it reads was replaced or moved, a module's mode or the version token changed,
+                or the plan was invalidated. Nothing ran.
             ReplayError: a break broke its contract. The outputs are void, the plan stays usable; an exception of the
                 break's own arrives unchanged, with the same effect.
         """
-        if self._is_closed:
-            raise ClosedError(f"{self.label or 'plan'} was closed; capture it again")
+        self._check_open()
+        assert self._fingerprint is not None
+        self._fingerprint.check()
         with self._family.replaying(self):
             with self._mode.apply():
                 for launch in self._launches if self._family.watcher is None else self._watched(self._family.watcher):
                     launch()
-            if self._policy == "copy":
+            if self._policy != "borrow":
                 self._copied = tree_map(lambda t, _: t.clone() if isinstance(t, torch.Tensor) else t, self._places)
+            if self._policy == "poison":
+                self._family.lend([leaf for _, leaf in tree_leaves(self._copied) if isinstance(leaf, torch.Tensor)])
         self.num_replays += 1
-        return self._copied if self._policy == "copy" else self._places
+        return self._places if self._policy == "borrow" else self._copied
 
     def _watched(self, watcher: BreakWatcher) -> list[Callable[[], None]]:
         steps = [step for step in self._steps if step.is_launched]
@@ -189,14 +213,14 @@ class Plan:
         """Outputs of the last replay, in the structure that the captured function returned.
 
         With ``outputs="borrow"`` these are views of memory that the next replay of any plan of the family overwrites;
-        with ``"copy"`` they are the caller's own.
+        with ``"copy"`` they are the caller's own. ``"poison"`` lends as ``"borrow"`` does and is for finding who keeps
+        them too long: each replay gives new tensors, and the next one of the family fills them with 0xFF bytes (NaN).
 
         Raises:
             ClosedError: the plan was closed.
             StaleOutputError: borrowed outputs, and another plan has replayed since, or this one failed or never did.
         """
-        if self._is_closed:
-            raise ClosedError(f"{self.label or 'plan'} was closed; capture it again")
+        self._check_open()
         if self._policy == "copy" and self._copied is not None:
             return self._copied
         if not self._family.is_last(self):
@@ -204,7 +228,19 @@ class Plan:
                 f"the outputs of {self.label or 'this plan'} are not there: it has not replayed, its last replay "
                 'failed, or another plan has overwritten them; read them before the next replay or use outputs="copy"'
             )
-        return self._places
+        return self._places if self._policy == "borrow" else self._copied
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the plan was closed or invalidated."""
+        return self._is_closed
+
+    def _check_open(self) -> None:
+        name = self.label or "plan"
+        if self._is_stale:
+            raise StalePlanError(f"{name} was invalidated; capture it again")
+        if self._is_closed:
+            raise ClosedError(f"{name} was closed; capture it again")
 
     def explain(self) -> PlanReport:
         """What was captured and what it holds."""
@@ -218,8 +254,15 @@ class Plan:
             output_bytes=sum(t.numel() * t.element_size() for t in tensors),
             pinned_bytes=sum(pin.nbytes() for pin in self._pins),
             replays=self.num_replays,
+            notes=self._notes,
             **asdict(self._cost),
         )
+
+    def recorded(self) -> list[list[RecordedCall]]:
+        """For each step what it calls, for an audit: operators or kernels of a segment, one call for a break."""
+        self._check_open()
+        outside: dict[int, int] = {}
+        return [step.recorded(outside) for step in self._steps]
 
     def close(self) -> None:
         """Give up the plan. Its graphs are destroyed when the family closes: destroying one earlier can free a library
@@ -229,4 +272,10 @@ class Plan:
         self._is_closed = True
         self._family.park(self, [step.segment for step in self._steps if isinstance(step, GraphStep)])
         self._steps, self._launches, self._pins = [], [], []
-        self._places = self._copied = None
+        self._places = self._copied = self._fingerprint = None
+
+    def invalidate(self) -> None:
+        """Close the plan because what it reads is no longer right; a later replay raises StalePlanError."""
+        if not self._is_closed:
+            self.close()
+            self._is_stale = True

@@ -8,9 +8,10 @@ process able to capture and names the line.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -23,21 +24,37 @@ _TORCH_FOLDER = str(Path(torch.__file__).parent)
 WAY_OUT = "move it into an eager break (@eager_on_graph or mark_eager), or out of the captured function"
 
 
+def is_user_file(filename: str) -> bool:
+    """Whether a source file is neither torch's nor of this package."""
+    return not filename.startswith((_OWN_FOLDER, _TORCH_FOLDER, "<"))
+
+
 def source_line(*skipped: str) -> str:
     """``file:line in function`` of the innermost frame outside torch, this folder and those ``skipped``."""
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((_OWN_FOLDER, _TORCH_FOLDER, "<", *skipped)):
+        if is_user_file(frame.filename) and not (skipped and frame.filename.startswith(skipped)):
             return f"{frame.filename}:{frame.lineno} in {frame.name}"
     return "unknown source line"
 
 
-def refuse(what: str, why: str) -> None:
+class Fault(NamedTuple):
+    """Something that no segment can hold: of which kind, what it is, and why not."""
+
+    kind: str
+    what: str
+    why: str
+
+
+HOST_SYNC, SHAPE, COPY, MOVE = "host sync", "data-dependent shape", "pageable copy", "moved storage"
+
+
+def refuse(fault: Fault) -> NoReturn:
     """Raise for one operation.
 
     Raises:
         UncapturableOpError: always.
     """
-    raise UncapturableOpError(f"{what} cannot be captured: it {why} ({source_line()}); {WAY_OUT}")
+    raise UncapturableOpError(f"{fault.what} cannot be captured: it {fault.why} ({source_line()}); {WAY_OUT}")
 
 
 def _has_bool_index(args: Sequence[Any]) -> bool:
@@ -51,27 +68,69 @@ _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index
 _MOVES_STORAGE = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 
 
-def check_op(func: torch._ops.OpOverload, args: Sequence[Any]) -> None:
-    """Raises UncapturableOpError for an operator that would sync, or whose result shape depends on data."""
+def op_fault(func: torch._ops.OpOverload, args: Sequence[Any]) -> Fault | None:
+    """What is wrong with an operator that would sync, or whose result shape depends on data."""
     name = func._schema.name
     if name in _INDEXING:
         if _has_bool_index(args):
-            refuse(f"{func} with a boolean mask", "has a result whose shape depends on data")
-        return
+            return Fault(SHAPE, f"{func} with a boolean mask", "has a result whose shape depends on data")
+        return None
     if torch.Tag.data_dependent_output in func.tags:
-        refuse(str(func), "reads a device value on the host, which waits for the device")
+        return Fault(HOST_SYNC, str(func), "reads a device value on the host, which waits for the device")
     if torch.Tag.dynamic_output_shape in func.tags:
-        refuse(str(func), "has a result whose shape depends on data")
+        return Fault(SHAPE, str(func), "has a result whose shape depends on data")
     if name in _MOVES_STORAGE:
-        refuse(str(func), "moves a tensor to other memory, and the graph holds the old address")
+        return Fault(MOVE, str(func), "moves a tensor to other memory, and the graph holds the old address")
+    return None
+
+
+def cuda_transfer_fault(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]
+) -> Fault | None:
+    """Host and device meet only through pinned memory and without waiting."""
+    name = func._schema.name
+    if name == "aten::copy_" and args[0].is_cuda != args[1].is_cuda:
+        host = args[1] if args[0].is_cuda else args[0]
+        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        if not (host.is_pinned() and non_blocking):
+            why = "copies between host and device through pageable memory, or waits for the copy"
+            return Fault(COPY, str(func), why)
+    elif name == "aten::_to_copy" and kwargs.get("device") is not None:
+        source, target = given[0], torch.device(kwargs["device"])
+        if source.is_cuda and target.type == "cpu":
+            return Fault(HOST_SYNC, str(func), "copies a device tensor to the host and waits for it")
+        if not source.is_cuda and target.type == "cuda" and not (source.is_pinned() and kwargs.get("non_blocking")):
+            return Fault(COPY, str(func), "uploads host data from pageable memory, or waits for the copy")
+    return None
+
+
+def cpu_transfer_fault(
+    func: torch._ops.OpOverload, given: Sequence[torch.Tensor], is_host: Callable[[torch.Tensor], bool]
+) -> Fault | None:
+    """Like :func:`cuda_transfer_fault` where all memory is the host's: tensors tagged as the host's stand for it."""
+    if all(is_host(t) for t in given):
+        return None
+    if any(is_host(t) for t in given) and func._schema.name == "aten::copy_":
+        return Fault(COPY, str(func), "copies between host and device through pageable memory")
+    if any(is_host(t) and t.dim() > 0 for t in given):
+        what = f"{func} on a host tensor and a device tensor"
+        return Fault(COPY, what, "mixes devices; make the host tensor on the device")
+    return None
+
+
+def _names_the_host(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether ``Tensor.to`` was given the word "cpu": on the CPU device the only sign of a read from a GPU."""
+    target = args[1] if len(args) > 1 else kwargs.get("device")
+    return isinstance(target, str) and target.startswith("cpu")
 
 
 class HostReadGuard(TorchFunctionMode):
-    """Refuses the calls that read a device tensor on the host, or upload host data, without the dispatcher seeing it.
+    """Watches for calls that read a device tensor on the host, or upload host data, without the dispatcher seeing it.
 
     Args:
         is_device: Tells device tensors from host tensors.
         tag_host: Called with each tensor that is made on the host; None where the device shows in the tensor itself.
+        report: What to do about one; by default it is refused. The call is run in the context that it returns.
 
     Attributes:
         enabled: Set while a segment is open; otherwise everything passes.
@@ -81,11 +140,15 @@ class HostReadGuard(TorchFunctionMode):
     _UPLOADS = frozenset({"tensor", "as_tensor", "asarray", "scalar_tensor", "from_numpy"})
 
     def __init__(
-        self, is_device: Callable[[torch.Tensor], bool], tag_host: Callable[[torch.Tensor], None] | None
+        self,
+        is_device: Callable[[torch.Tensor], bool],
+        tag_host: Callable[[torch.Tensor], None] | None,
+        report: Callable[[Fault], AbstractContextManager[None]] = refuse,
     ) -> None:
         super().__init__()
         self._is_device = is_device
         self._tag_host = tag_host
+        self._report = report
         self.enabled = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,17 +156,27 @@ class HostReadGuard(TorchFunctionMode):
         if not self.enabled:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name in self._READS and args and isinstance(args[0], torch.Tensor) and self._is_device(args[0]):
-            refuse(f"Tensor.{name}()", "copies a device tensor to the host and waits for it")
-        if name in self._UPLOADS and not (args and isinstance(args[0], torch.Tensor)):
-            if any(self._is_device(t) for t in tensors_in(args)):
-                refuse(f"torch.{name}() of device tensors", "reads their values on the host and waits for the device")
-            target = kwargs.get("device")
-            on_device = target is not None and (self._tag_host is not None or torch.device(target).type != "cpu")
-            if on_device:
-                refuse(f"torch.{name}(data, device=...)", "uploads host data from pageable memory")
+        fault = self._fault(name, args, kwargs)
+        with nullcontext() if fault is None else self._report(fault):
             made = func(*args, **kwargs)
-            if self._tag_host is not None and isinstance(made, torch.Tensor):
-                self._tag_host(made)
-            return made
-        return func(*args, **kwargs)
+        is_new = name in self._UPLOADS and kwargs.get("device") is None and self._is_host_data(args)
+        if is_new and self._tag_host is not None and isinstance(made, torch.Tensor):
+            self._tag_host(made)
+        return made
+
+    def _fault(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Fault | None:
+        is_read = name in self._READS or (name == "to" and _names_the_host(args, kwargs))
+        if is_read and args and isinstance(args[0], torch.Tensor) and self._is_device(args[0]):
+            return Fault(HOST_SYNC, f"Tensor.{name}()", "copies a device tensor to the host and waits for it")
+        if name in self._UPLOADS and self._is_host_data(args):
+            if any(self._is_device(t) for t in tensors_in(args)):
+                why = "reads their values on the host and waits for the device"
+                return Fault(HOST_SYNC, f"torch.{name}() of device tensors", why)
+            target = kwargs.get("device")
+            if target is not None and (self._tag_host is not None or torch.device(target).type != "cpu"):
+                return Fault(COPY, f"torch.{name}(data, device=...)", "uploads host data from pageable memory")
+        return None
+
+    @staticmethod
+    def _is_host_data(args: Sequence[Any]) -> bool:
+        return not (args and isinstance(args[0], torch.Tensor))

@@ -20,6 +20,7 @@ class StepReport:
         arguments: Number of tensors a break reads.
         boundary_bytes: Bytes copied at every replay to hand the break's result on; 0 when it writes in place.
         side_streams: Streams that are joined before and after the break.
+        reason: Why the break was made, where ``on_hazard="break"`` made it; empty for marked calls.
     """
 
     kind: str
@@ -29,6 +30,7 @@ class StepReport:
     arguments: int = 0
     boundary_bytes: int = 0
     side_streams: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class PlanReport:
             only sums over many plans mean something.
         capture_sec: Wall-clock time of the capture, warm-up included.
         replays: Replays so far.
+        notes: What the scan for hazards saw and let pass.
     """
 
     label: str
@@ -74,6 +77,7 @@ class PlanReport:
     driver_bytes: int | None
     capture_sec: float
     replays: int
+    notes: tuple[str, ...] = ()
 
     @property
     def num_segments(self) -> int:
@@ -112,4 +116,7 @@ class PlanReport:
                 copied = f"copies {step.boundary_bytes} bytes" if step.boundary_bytes else "copies nothing"
                 joined = f", joins {step.side_streams} streams" if step.side_streams else ""
                 lines.append(f"  break {step.name}: {step.arguments} tensors in, {copied}{joined}")
+                if step.reason:
+                    lines.append(f"    made because {step.reason}")
+        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)

@@ -38,6 +38,9 @@ class _EagerWatch:
     def is_recording(self) -> bool:
         return not self._in_break
 
+    def constant(self, value: Any, read: Callable[[], Any]) -> Any:
+        return read()
+
     def call_break(
         self, spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Tree:  # fmt: skip

@@ -122,6 +122,9 @@ class _Counting:
     def is_recording(self) -> bool:
         return self._handler.is_recording and not self._in_call
 
+    def constant(self, value: Any, read: Callable[[], Any]) -> Any:
+        return self._handler.constant(value, read)
+
     def call_break(
         self, spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Tree:  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 class FakePlan:
     def __init__(self, family: FakeFamily, fn: Callable[[], Any], label: str) -> None:
         self.family, self.fn, self.label = family, fn, label
+        self.is_closed = False
 
     def replay(self) -> Any:
         self.family.events.append(f"replay {self.label}")
@@ -19,6 +20,7 @@ class FakePlan:
         return f"report of {self.label}"
 
     def close(self) -> None:
+        self.is_closed = True
         self.family.events.append(f"close {self.label}")
 
 

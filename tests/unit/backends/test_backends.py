@@ -62,8 +62,9 @@ def test_declarations(name: str, captures: bool, records_breaks: bool) -> None:
 @pytest.mark.parametrize("name", CAPTURING)
 def test_capture_asks_the_family_for_the_right_plan(name: str, family: FakeFamily) -> None:
     state = (torch.zeros(1),)
-    make_backend(name, family).capture(SMALL, lambda: 1, state)
-    assert family.options == {"prefill[2]": {"breaks": name != "full", "state": state, "outputs": "borrow"}}
+    make_backend(name, family).capture(SMALL, lambda: 1, state, on_hazard="warn", version=int)
+    options = {"state": state, "outputs": "borrow", "on_hazard": "warn", "version": int}
+    assert family.options == {"prefill[2]": {"breaks": name != "full", **options}}
 
 
 @pytest.mark.parametrize("name", BACKENDS)

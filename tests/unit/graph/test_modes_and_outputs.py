@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from breakgraph.errors import CaptureError, StaleOutputError
+from breakgraph.errors import CaptureError, StaleOutputError, StalePlanError
 from breakgraph.graph import Plan, PlanFamily, eager_on_graph
 
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
@@ -187,13 +187,13 @@ def test_an_external_tensor_whose_owner_is_gone_is_kept(device: torch.device, fa
     assert junk[0].isnan().all()
 
 
-def test_a_replaced_storage_does_not_reach_the_plan(device: torch.device, family: PlanFamily) -> None:
-    """In-place updates do; the graph holds addresses, not Python objects."""
+def test_a_replaced_storage_is_refused(device: torch.device, family: PlanFamily) -> None:
+    """In-place updates reach the plan; the graph holds addresses, not Python objects."""
     layer, x = nn.Linear(4, 4, bias=False).to(device), torch.randn(2, 4, device=device)
     with torch.no_grad():
         plan = family.capture(lambda: layer(x))
         layer.weight.mul_(2)
         assert torch.equal(plan.replay(), layer(x))
-        old = layer(x)
         layer.weight.data = torch.zeros_like(layer.weight)
-        assert torch.equal(plan.replay(), old)
+        with pytest.raises(StalePlanError, match=r"Linear\.weight"):
+            plan.replay()

@@ -156,7 +156,7 @@ def test_captures_do_not_nest_and_options_are_checked(device: torch.device, fami
 
     with torch.no_grad(), pytest.raises(CaptureError, match="already capturing"):
         family.capture(nested)
-    with pytest.raises(ConfigError, match='"borrow" or "copy"'):
+    with pytest.raises(ConfigError, match='"borrow", "copy" or "poison"'):
         family.capture(lambda: x + 1, outputs="view")  # type: ignore[arg-type]
 
 

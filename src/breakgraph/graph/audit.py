@@ -1,0 +1,142 @@
+"""What two captures of one bucket bake in: recorded calls compared, differences that are not declared named.
+
+A graph holds every number that reached a kernel. Captured twice, with other host values and with inputs at other
+addresses, a number that differs is one that a replay of another step would get wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+
+from breakgraph.errors import BakedValueError
+from breakgraph.graph.device import RecordedCall
+from breakgraph.graph.family import PlanFamily
+from breakgraph.graph.tree import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One argument that is not the same in both captures.
+
+    Attributes:
+        step: Index of the segment or break in the plan.
+        call: Index of the call in it.
+        name: Operator, kernel or break.
+        argument: Which argument; "call" where another operator was called.
+        first: What it was in the first capture.
+        second: What it was in the second one.
+    """
+
+    step: int
+    call: int
+    name: str
+    argument: str
+    first: str
+    second: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}, call {self.call}, {self.name}: {self.argument} is {self.first} and {self.second}"
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """What an audit found.
+
+    Attributes:
+        differences: Not declared, in the order of a replay.
+        declared: Differences that were declared.
+        unread: What could not be read or classified, by call.
+        num_words: Arguments compared, those of ``unread`` included.
+    """
+
+    differences: tuple[Difference, ...]
+    declared: tuple[Difference, ...]
+    unread: tuple[str, ...]
+    num_words: int
+
+    @property
+    def coverage(self) -> float:
+        """Share of the arguments that could be read and classified."""
+        return 1.0 if not self.num_words else 1 - len(self.unread) / self.num_words
+
+    def check(self) -> None:
+        """Raises BakedValueError if there are differences."""
+        if self.differences:
+            listed = "\n".join(f"  {difference}" for difference in self.differences)
+            raise BakedValueError(
+                f"two captures of one bucket differ, and a replay would keep the first one's values:\n{listed}\n"
+                "put what changes from step to step into a tensor or a break, or into the key; declare what may differ"
+            )
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.num_words} arguments compared, {self.coverage:.1%} of them classified: "
+            f"{len(self.differences)} differ, {len(self.declared)} declared"
+        )
+        return "\n".join(
+            [head, *(f"  {d}" for d in self.differences), *(f"  not read: {text}" for text in self.unread)]
+        )
+
+
+def audit(
+    make: Callable[[int], Callable[[], Tree]],
+    device: torch.device | str,
+    *,
+    breaks: bool = True,
+    declared: Collection[str] = (),
+) -> AuditReport:
+    """Capture twice and compare what was recorded. Nothing is published.
+
+    Args:
+        make: Called with 0 and 1; returns what to capture. Both are of one bucket, the same shapes, and differ in
+            everything else that steps differ in: values, lengths, partitions, and where the inputs lie.
+        device: Where they run.
+        breaks: Whether marked calls are breaks; see :meth:`PlanFamily.capture`.
+        declared: Names of operators, kernels or breaks whose arguments may differ.
+
+    Returns:
+        The report; its ``check()`` raises.
+
+    Raises:
+        CaptureError: one of the captures failed.
+    """
+    captured: list[list[list[RecordedCall]]] = []
+    functions = [make(0), make(1)]  # both alive, so that their tensors lie at different addresses
+    for fn in functions:
+        with PlanFamily(device) as family:
+            captured.append(family.capture(fn, breaks=breaks).recorded())
+    return compare(captured[0], captured[1], declared)
+
+
+def compare(
+    one: Sequence[Sequence[RecordedCall]], other: Sequence[Sequence[RecordedCall]], declared: Collection[str] = ()
+) -> AuditReport:
+    """Compare the calls of two plans, a list for each step of a plan."""
+    found = list(_differences(one, other))
+    calls = [call for step in (*one, *other) for call in step]
+    return AuditReport(
+        differences=tuple(d for d in found if d.name not in declared),
+        declared=tuple(d for d in found if d.name in declared),
+        unread=tuple(f"{call.name}: {text}" for step in one for call in step for text in call.unread),
+        num_words=sum(len(call.arguments) + len(call.unread) for call in calls) // 2,
+    )
+
+
+def _differences(
+    one: Sequence[Sequence[RecordedCall]], other: Sequence[Sequence[RecordedCall]]
+) -> Iterator[Difference]:  # fmt: skip
+    nothing = RecordedCall("nothing", {})
+    for step, (first_step, second_step) in enumerate(zip_longest(one, other, fillvalue=())):
+        for index, (first, second) in enumerate(zip_longest(first_step, second_step, fillvalue=nothing)):
+            if first.name != second.name:
+                name = first.name if first is not nothing else second.name
+                yield Difference(step, index, name, "call", first.name, second.name)
+                break  # what follows is shifted
+            for argument in dict.fromkeys([*first.arguments, *second.arguments]):
+                before, now = first.arguments.get(argument, "missing"), second.arguments.get(argument, "missing")
+                if before != now:
+                    yield Difference(step, index, first.name, argument, before, now)

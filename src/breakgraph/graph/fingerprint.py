@@ -1,0 +1,199 @@
+"""What a plan was captured with: which tensors modules held, where they lay, in which mode the modules were."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import getitem, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from breakgraph.errors import StalePlanError
+from breakgraph.graph.eager_break import is_break
+from breakgraph.graph.tree import describe
+
+_WAY_OUT = "update tensors in place, put modes back, or call invalidate() and capture again"
+_data_ptr = torch.Tensor.data_ptr
+_training = itemgetter("training")
+
+
+class Slot(NamedTuple):
+    """Where a module holds a tensor."""
+
+    owner: torch.nn.Module
+    table: dict[str, Any]
+    name: str
+
+
+class ModuleIndex:
+    """Which modules of the process hold which storages. Owned by: a plan family, so that the search, which asks the
+    garbage collector, is made once for all plans on the same weights."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+        self._slots: dict[int, list[Slot]] = {}
+        self._chains: dict[int, list[torch.nn.Module]] = {}
+
+    def clear(self) -> None:
+        """Forget everything: storages are gone, or will be."""
+        self._known, self._slots, self._chains = set(), {}, {}
+
+    def slots_of(self, storages: set[int]) -> list[Slot]:
+        """Where modules hold tensors in ``storages``."""
+        if not storages <= self._known:
+            self._search(storages)
+        return [slot for storage in storages for slot in self._slots.get(storage, ())]
+
+    def chain(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
+        """The modules around one that was found, outermost first, and itself."""
+        return self._chains[id(owner)]
+
+    def _search(self, storages: set[int]) -> None:
+        modules, self._known, self._slots = _all_modules(), self._known | storages, {}
+        for module in modules:
+            for storage, slot in _slots_on(module, self._known):
+                self._slots.setdefault(storage, []).append(slot)
+        parents = _parents(modules)
+        owners = [slot.owner for slots in self._slots.values() for slot in slots]
+        self._chains = {id(owner): _chain(owner, parents) for owner in owners}
+
+
+class Fingerprint:
+    """Of the modules whose tensors a plan's segments read. Found once, after the capture; compared at every replay.
+
+    An update in place is not noticed and need not be: graphs read the same memory. What was pinned cannot be given to
+    another tensor, so that an address tells whether a tensor was replaced.
+
+    Args:
+        pins: Storages outside the pool that the plan reads.
+        index: Finds the modules that hold them.
+        version: The user's own version token of what no module shows; None if there is none.
+        token: What it gave when the capture began.
+    """
+
+    def __init__(
+        self,
+        pins: Iterable[torch.UntypedStorage],
+        index: ModuleIndex,
+        version: Callable[[], object] | None = None,
+        token: object = None,
+    ) -> None:
+        self._version = version
+        self._token = token
+        self._slots = index.slots_of({pin._cdata for pin in pins})
+        self._tables = [slot.table for slot in self._slots]
+        self._names = [slot.name for slot in self._slots]
+        tensors: list[torch.Tensor] = list(map(getitem, self._tables, self._names))
+        self._looks = [describe(tensor) for tensor in tensors]
+        self._addresses = list(map(_data_ptr, tensors))
+        owners = {id(slot.owner): slot.owner for slot in self._slots}.values()
+        self._moded = _with_modes([index.chain(owner) for owner in owners])
+        self._attributes = [module.__dict__ for module in self._moded]
+        self._flags = list(map(_training, self._attributes))
+
+    def check(self) -> None:
+        """Compare with now.
+
+        Raises:
+            StalePlanError: a tensor was replaced or moved, a module changed between training and evaluation, or the
+                version token differs.
+        """
+        try:
+            is_same = list(map(_data_ptr, map(getitem, self._tables, self._names))) == self._addresses
+        except (KeyError, TypeError):  # removed, or None now
+            is_same = False
+        if not is_same or list(map(_training, self._attributes)) != self._flags:
+            raise StalePlanError(f"{self._difference()}; {_WAY_OUT}")
+        if self._version is not None and (token := self._version()) != self._token:
+            raise StalePlanError(f"version= gave {self._token!r} at the capture and gives {token!r} now; {_WAY_OUT}")
+
+    def _difference(self) -> str:
+        parents = _parents(_all_modules())
+        for slot, look, address in zip(self._slots, self._looks, self._addresses, strict=True):
+            now = slot.table.get(slot.name)
+            if not isinstance(now, torch.Tensor) or now.data_ptr() != address:
+                return f"{_path(slot.owner, parents)}.{slot.name} was {look} and is {describe(now)} in other memory"
+        for module, flag in zip(self._moded, self._flags, strict=True):
+            if module.training != flag:
+                words = ("training", "evaluation") if flag else ("evaluation", "training")
+                return f"module {_path(module, parents)} was in {words[0]} mode and is in {words[1]} mode"
+        raise AssertionError("the fingerprint differs and no part of it does")
+
+
+def _all_modules() -> list[torch.nn.Module]:
+    types: set[type] = set()
+    waiting: list[type] = [torch.nn.Module]
+    while waiting:
+        kind = waiting.pop()
+        if kind not in types:
+            types.add(kind)
+            waiting += kind.__subclasses__()
+    return [item for item in gc.get_objects() if type(item) in types]
+
+
+def _parents(modules: Iterable[torch.nn.Module]) -> dict[int, tuple[torch.nn.Module, str]]:
+    """A module around each, and its name there. One that is still being made has no children yet."""
+    parents: dict[int, tuple[torch.nn.Module, str]] = {}
+    for module in modules:
+        for name, child in module.__dict__.get("_modules", {}).items():
+            if child is not None:
+                parents.setdefault(id(child), (module, name))
+    return parents
+
+
+def _chain(
+    module: torch.nn.Module, parents: dict[int, tuple[torch.nn.Module, str]]
+) -> list[torch.nn.Module]:  # fmt: skip
+    chain = [module]
+    while id(chain[-1]) in parents and parents[id(chain[-1])][0] not in chain:
+        chain.append(parents[id(chain[-1])][0])
+    return chain[::-1]
+
+
+def _path(module: torch.nn.Module, parents: dict[int, tuple[torch.nn.Module, str]]) -> str:
+    chain = _chain(module, parents)
+    return ".".join([type(chain[0]).__name__, *(parents[id(inner)][1] for inner in chain[1:])])
+
+
+def _slots_on(module: torch.nn.Module, storages: set[int]) -> Iterator[tuple[int, Slot]]:
+    """The tensors in ``storages`` that one module holds."""
+    attributes = module.__dict__
+    tables: list[dict[str, Any]] = [attributes.get("_parameters", {}), attributes.get("_buffers", {}), attributes]
+    for table in tables:
+        for name, value in table.items():
+            storage = _storage_with_address(value) if isinstance(value, torch.Tensor) else None
+            if storage in storages:
+                yield storage, Slot(module, table, name)
+
+
+def _storage_with_address(tensor: torch.Tensor) -> int:
+    try:
+        tensor.data_ptr()
+        return int(tensor.untyped_storage()._cdata)
+    except RuntimeError:  # a wrapper subclass has no address
+        return 0
+
+
+def _with_modes(chains: Sequence[Sequence[torch.nn.Module]]) -> list[torch.nn.Module]:
+    """The modules whose training flag may matter: those of the smallest container of all owners in one model.
+
+    What lies inside breaks is left out: it is asked anew at every replay.
+    """
+    common: dict[int, Sequence[torch.nn.Module]] = {}  # by the outermost module: the chain that its owners share
+    for chain in chains:
+        shared = common.setdefault(id(chain[0]), chain)
+        common[id(chain[0])] = [one for one, other in zip(shared, chain, strict=False) if one is other]
+    found: dict[int, torch.nn.Module] = {}
+    for chain in common.values():
+        is_leaf = not chain[-1]._modules and len(chain) > 1  # a dropout beside it counts
+        _add_outside_breaks(chain[-2] if is_leaf else chain[-1], found)
+    return list(found.values())
+
+
+def _add_outside_breaks(module: torch.nn.Module, found: dict[int, torch.nn.Module]) -> None:
+    if is_break(module.forward) or id(module) in found:
+        return
+    found[id(module)] = module
+    for child in module.children():
+        _add_outside_breaks(child, found)

@@ -1,0 +1,263 @@
+"""One eager run under watch: which operators, calls and attribute changes a replay could not repeat, and where."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from breakgraph.graph.device import Device
+from breakgraph.graph.effects import allocates_only, tensors_in
+from breakgraph.graph.hazards import Hazard, HazardReport
+from breakgraph.graph.live import Live
+from breakgraph.graph.refusals import WAY_OUT, Fault, is_user_file, op_fault, source_line
+from breakgraph.graph.side_effects import Attribute, AttributeWatch
+from breakgraph.graph.tree import is_constant, tree_leaves
+
+_WARM_UP = str(Path(__file__).with_name("warm_up.py"))  # whose frames are around the captured function
+_GENERATOR_WAY_OUT = "use the device's default generator (torch.manual_seed), or draw in an eager break"
+_HOST_RANDOM_WAY_OUT = "draw on the device, or in an eager break"
+_SIDE_EFFECT_WAY_OUT = "change it in an eager break or outside the captured function, or keep it in a tensor"
+
+
+@dataclass(slots=True)
+class ModuleCall:
+    """One module on the stack of running ones."""
+
+    module: torch.nn.Module
+    path: str
+
+
+@dataclass(slots=True)
+class Site:
+    """Where a hazard was met: the modules around it and the functions around it, innermost last."""
+
+    modules: tuple[ModuleCall, ...]
+    functions: tuple[types.FunctionType, ...] = ()
+    function_name: str = ""
+
+
+@dataclass(slots=True)
+class ScanResult:
+    """What a scan found, where, and which modules cannot be breaks."""
+
+    report: HazardReport
+    sites: list[Site]
+    obstacles: dict[int, str] = field(default_factory=dict)
+
+
+class HazardScan:
+    """Watches one run. Use as a context manager around it, then :meth:`result`.
+
+    Args:
+        device: Tells device tensors from host tensors.
+        roots: Names of the modules that the function uses, for paths.
+        attributes: Compared at the end of the run.
+    """
+
+    def __init__(self, device: Device, roots: dict[str, torch.nn.Module], attributes: AttributeWatch) -> None:
+        self.device = device
+        self.quiet = 0
+        self.main_stream = device.current_stream()
+        self._attributes = attributes
+        self._thread = threading.get_ident()
+        self._names = paths_of(roots)
+        self._stack: list[ModuleCall] = []
+        self._calls: dict[int, tuple[ModuleCall, ...]] = {}
+        self._in_break_only: set[int] = set()
+        self._obstacles: dict[int, str] = {}
+        self._found: list[tuple[Hazard, Site]] = []
+        self._guard = device.host_guard(self._note_call)
+        self._scope = ExitStack()
+        self._host_random: Any = None
+
+    def __enter__(self) -> HazardScan:
+        self._scope.callback(register_module_forward_pre_hook(self._enter).remove)
+        self._scope.callback(register_module_forward_hook(self._leave, with_kwargs=True, always_call=True).remove)
+        self._guard.enabled = True
+        self._scope.enter_context(self._guard)
+        self._scope.enter_context(_Operators(self))
+        self._attributes.renew()
+        self._host_random = self._host_random_state()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._scope.close()
+        if self._host_random_state() != self._host_random:
+            why = "is drawn from on the host, and a replay repeats the captured numbers"
+            where = "unknown source line"
+            self._add(Hazard("unregistered generator", "a random generator", why, "", where, _HOST_RANDOM_WAY_OUT))
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """Note nothing inside: a break, or a call that has been noted as a whole."""
+        self.quiet += 1
+        try:
+            yield
+        finally:
+            self.quiet -= 1
+
+    def run_break(self, call: Callable[[], Any]) -> Any:
+        """Run an eager break: nothing in it is a hazard."""
+        with self.silence():
+            self._guard.enabled = False
+            is_untouched = self._host_random_state() == self._host_random
+            try:
+                return self._attributes.allowing(call)
+            finally:
+                self._guard.enabled = True
+                if is_untouched:
+                    self._host_random = self._host_random_state()
+
+    def result(self) -> ScanResult:
+        """What the run showed; call it once the run is over."""
+        for attribute in self._attributes.changed():
+            if id(attribute.module) not in self._in_break_only:
+                self._note_side_effect(attribute)
+        hazards = tuple(hazard for hazard, _ in self._found)
+        return ScanResult(HazardReport(hazards), [site for _, site in self._found], self._obstacles)
+
+    def note(self, fault: Fault, way_out: str = WAY_OUT, blocks: bool = True) -> None:
+        """Add a hazard met at this very point of the run."""
+        if self.quiet or threading.get_ident() != self._thread:
+            return
+        functions, name = _functions_on_the_stack()
+        path = self._stack[-1].path if self._stack else ""
+        hazard = Hazard(*fault, path, source_line(), way_out, blocks)
+        self._add(hazard, Site(tuple(self._stack), functions, name))
+
+    def _note_call(self, fault: Fault) -> AbstractContextManager[None]:
+        self.note(fault)
+        return self.silence()
+
+    def _host_random_state(self) -> Any:
+        """Of the generators on the host; where the device is the host, torch's own is one that graphs know."""
+        drawn = () if self.device.emulated else bytes(torch.default_generator.get_state().tolist())
+        return random.getstate(), drawn
+
+    def _add(self, hazard: Hazard, site: Site | None = None) -> None:
+        if all(hazard != known for known, _ in self._found):
+            self._found.append((hazard, site or Site(())))
+
+    def _note_side_effect(self, attribute: Attribute) -> None:
+        module, name = attribute
+        path = self._names.get(id(module), type(module).__name__)
+        why = "is changed by every call, and a replay runs no Python"
+        hazard = Hazard("Python side effect", f"{path}.{name}", why, path, forward_line(module), _SIDE_EFFECT_WAY_OUT)
+        self._add(hazard, Site(self._calls.get(id(module), ())))
+
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if id(module) not in self._names:
+            self._names = paths_of({type(module).__name__: module}) | self._names
+        self._stack.append(ModuleCall(module, self._names[id(module)]))
+        if self.quiet:
+            if id(module) not in self._calls:
+                self._in_break_only.add(id(module))
+        else:
+            self._in_break_only.discard(id(module))
+            self._calls.setdefault(id(module), tuple(self._stack))
+
+    def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        while self._stack and self._stack.pop().module is not module:
+            continue  # an inner call whose hooks did not run
+        obstacle = _obstacle(args, kwargs, result)
+        if obstacle is not None:
+            self._obstacles.setdefault(id(module), obstacle)
+
+
+class _Operators(TorchDispatchMode):
+    """Notes what the dispatcher sees."""
+
+    def __init__(self, scan: HazardScan) -> None:
+        super().__init__()
+        self._scan = scan
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        scan, kwargs = self._scan, kwargs or {}
+        with self:
+            decomposed = func.decompose(*args, **kwargs)
+        if decomposed is not NotImplemented:
+            return decomposed
+        given = [*tensors_in(list(args)), *tensors_in(list(kwargs.values()))]
+        if not scan.quiet:
+            fault = op_fault(func, args) or scan.device.transfer_fault(func, args, kwargs, given)
+            if fault is not None:
+                scan.note(fault)
+            self._note_generator(func, args, kwargs)
+            self._note_stream(func)
+        return scan.device.from_host(given, func(*args, **kwargs))
+
+    def _note_generator(self, func: Any, args: Sequence[Any], kwargs: Any) -> None:
+        generators = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+        if any(generator not in self._scan.device.default_generators() for generator in generators):
+            why = "draws from a generator that no graph knows, so that a replay would not advance it"
+            self._scan.note(Fault("unregistered generator", f"{func} with a generator", why), _GENERATOR_WAY_OUT)
+
+    def _note_stream(self, func: Any) -> None:
+        if func.is_view or allocates_only(func) or self._scan.device.current_stream() == self._scan.main_stream:
+            return
+        why = "runs on another stream, which is joined at the end of each segment"
+        self._scan.note(Fault("side stream", str(func), why), blocks=False)
+
+
+def paths_of(roots: Mapping[str, torch.nn.Module]) -> dict[int, str]:
+    """Path of each module under the roots, by identity."""
+    paths: dict[int, str] = {}
+    for root, top in roots.items():
+        for name, module in top.named_modules():
+            paths.setdefault(id(module), f"{root}.{name}" if name else root)
+    return paths
+
+
+def forward_line(module: torch.nn.Module) -> str:
+    """``file:line in function`` of a module's ``forward``."""
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno} in forward" if code is not None else "unknown source line"
+
+
+def _obstacle(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> str | None:
+    """Why a call cannot be a break; None if it can."""
+    for path, leaf in (*tree_leaves(list(args), "argument "), *tree_leaves(kwargs, "argument ")):
+        if not isinstance(leaf, torch.Tensor | torch.nn.Module | torch.Size | Live) and not is_constant(leaf):
+            return f"{path} is a {type(leaf).__name__}"
+    given = {t.untyped_storage()._cdata for _, t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+    for path, leaf in tree_leaves(result, "its result"):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.untyped_storage()._cdata in given:
+                return f"{path} shares memory with an argument"
+        elif isinstance(leaf, bool | int | float | complex):
+            return f"{path} is the {type(leaf).__name__} {leaf!r}, which code after it would keep"
+        elif not is_constant(leaf):
+            return f"{path} is a {type(leaf).__name__}"
+    return None
+
+
+def _functions_on_the_stack() -> tuple[tuple[types.FunctionType, ...], str]:
+    """Global functions of the user's that are running, innermost last, and the name of the innermost function."""
+    found: list[types.FunctionType] = []
+    innermost = ""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _WARM_UP:
+        if is_user_file(frame.f_code.co_filename):
+            innermost = innermost or frame.f_code.co_name
+            candidate = frame.f_globals.get(frame.f_code.co_name)
+            if isinstance(candidate, types.FunctionType) and candidate.__code__ is frame.f_code:
+                found.append(candidate)
+        frame = frame.f_back
+    return tuple(reversed(found)), innermost
