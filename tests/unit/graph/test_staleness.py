@@ -140,6 +140,25 @@ def test_f32_a_dropout_beside_the_only_weight_counts() -> None:
             graph.replay()
 
 
+def test_f32_a_weight_whose_hook_asks_for_the_mode_counts() -> None:
+    model, x = nn.Linear(4, 4).eval(), torch.randn(3, 4)
+    model.register_forward_pre_hook(lambda module, args: (args[0] * 2,) if module.training else None)
+    with torch.no_grad(), breakgraph.capture(model, x) as graph:
+        model.train()
+        with pytest.raises(StalePlanError, match=r"module Linear was in evaluation mode"):
+            graph.replay()
+
+
+def test_f32_another_parameter_on_the_same_memory_is_no_change() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    with torch.no_grad(), breakgraph.capture(model, x) as graph:
+        model.weight = nn.Parameter(model.weight.data)
+        assert torch.equal(graph.replay(), model(x))
+        model.weight.data = torch.zeros(4, 4)
+        with pytest.raises(StalePlanError, match=r"Linear\.weight was .* in other memory"):
+            graph.replay()
+
+
 def test_a_version_token_is_compared() -> None:
     x, adapter = torch.randn(3), {"version": 1}
     with torch.no_grad(), breakgraph.capture(lambda x: x + 1, x, version=lambda: adapter["version"]) as graph:
