@@ -11,7 +11,7 @@ import torch
 
 from breakgraph.errors import StalePlanError
 from breakgraph.graph.eager_break import is_break
-from breakgraph.graph.tree import describe
+from breakgraph.graph.tree import describe, tree_leaves
 
 _WAY_OUT = "update tensors in place, put modes back, or call invalidate() and capture again"
 _data_ptr = torch.Tensor.data_ptr
@@ -71,6 +71,40 @@ class ModuleIndex:
         parents = _parents(modules)
         owners = [slot.owner for slots in self._slots.values() for slot in slots]
         self._chains = {id(owner): _chain(owner, parents) for owner in owners}
+
+
+class StaticInputs:
+    """Where the tensors lay that a callable was captured with. Compared at every replay.
+
+    Args:
+        inputs: What it was called with.
+    """
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        found = [
+            (path, leaf) for path, leaf in tree_leaves(list(inputs), "static input ")
+            if isinstance(leaf, torch.Tensor) and _storage_with_address(leaf)
+        ]  # fmt: skip
+        self._paths = [path for path, _ in found]
+        self._tensors = [tensor for _, tensor in found]
+        self._looks = [describe(tensor) for tensor in self._tensors]
+        self._addresses = list(map(_data_ptr, self._tensors))
+        self._indices = list(range(len(found)))
+
+    def check(self) -> None:
+        """Compare with now.
+
+        Raises:
+            StalePlanError: the memory behind an input is another one (``x.data = ...``).
+        """
+        if _lie_at(self._tensors, self._addresses, self._indices):
+            return
+        for path, tensor, look, address in zip(self._paths, self._tensors, self._looks, self._addresses, strict=True):
+            if tensor.data_ptr() != address:
+                raise StalePlanError(
+                    f"{path} was {look} and is {describe(tensor)} in other memory, where no replay looks; copy new "
+                    "values into it (copy_), or capture again"
+                )
 
 
 class Fingerprint:
