@@ -150,12 +150,13 @@ class PlanFamily:
                 mode = ExecMode.current(self.device.torch_device.type)
                 warmed = warm_up(self.device, fn, made, restore, breaks=breaks, runs=warmup, on_hazard=on_hazard)
                 places, constants, notes = self._outputs.place(warmed.outputs), warmed.constants, warmed.notes
+                own = warmed.own
                 del warmed
                 before = (self._pool.reserved_bytes, self.device.driver_bytes())
                 builder = self._build(fn, breaks, places, constants)
             cost = self._cost(builder, *before, started)
             steps, pins = builder.hand_over()
-            fingerprint = Fingerprint(pins, self._index, version, token)
+            fingerprint = Fingerprint(pins, self._index, own, version, token)
             plan = Plan(self, label, steps, pins, places, mode, outputs, cost, notes, fingerprint)
             self._plans.append(plan)
         return plan

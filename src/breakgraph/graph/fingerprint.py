@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import getitem, is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 
 from breakgraph.errors import StalePlanError
 from breakgraph.graph.eager_break import is_break
+from breakgraph.graph.side_effects import Attribute
 from breakgraph.graph.tree import describe, tree_leaves
 
 _WAY_OUT = "update tensors in place, put modes back, or call invalidate() and capture again"
@@ -113,9 +114,13 @@ class Fingerprint:
     An update in place is not noticed and need not be: graphs read the same memory. What was pinned cannot be given to
     another tensor, so that an address tells whether a tensor was replaced.
 
+    A plain attribute that the function itself sets, a table kept for the last length, say, may change: the plan keeps
+    the tensor that it was captured with.
+
     Args:
         pins: Storages outside the pool that the plan reads.
         index: Finds the modules that hold them.
+        own: Attributes that the function was seen to set. None: nobody looked, and it may be any.
         version: The user's own version token of what no module shows; None if there is none.
         token: What it gave when the capture began.
     """
@@ -124,12 +129,14 @@ class Fingerprint:
         self,
         pins: Iterable[torch.UntypedStorage],
         index: ModuleIndex,
+        own: Collection[Attribute] | None = None,
         version: Callable[[], object] | None = None,
         token: object = None,
     ) -> None:
         self._version = version
         self._token = token
-        self._slots = index.slots_of({pin._cdata for pin in pins})
+        slots = index.slots_of({pin._cdata for pin in pins})
+        self._slots = [slot for slot in slots if not _is_own(slot, own)]
         self._tables = [slot.table for slot in self._slots]
         self._names = [slot.name for slot in self._slots]
         self._tensors: list[torch.Tensor] = list(map(getitem, self._tables, self._names))
@@ -176,6 +183,11 @@ class Fingerprint:
                 words = ("training", "evaluation") if flag else ("evaluation", "training")
                 return f"module {_path(module, parents)} was in {words[0]} mode and is in {words[1]} mode"
         raise AssertionError("the fingerprint differs and no part of it does")
+
+
+def _is_own(slot: Slot, own: Collection[Attribute] | None) -> bool:
+    is_plain = slot.table is slot.owner.__dict__
+    return is_plain and (own is None or Attribute(slot.owner, slot.name) in own)
 
 
 def _all_modules() -> list[torch.nn.Module]:
