@@ -48,8 +48,9 @@ FORBIDDEN_PACKAGES = {
 STDLIB_AND_TORCH_ONLY = {"graph"}
 # Absent from GPU machines that run these layers, so at most imported where they are used.
 LAZY_ONLY = {"gguf", "pydantic", "fastapi"}
-# Triton comes with the CUDA builds of torch, not with the CPU ones; FlashInfer is an extra.
-OPTIONAL = {"flashinfer", "triton"}
+# Triton comes with the CUDA builds of torch, not with the CPU ones; FlashInfer and matplotlib are extras; vLLM is
+# compared with where it is installed.
+OPTIONAL = {"flashinfer", "matplotlib", "triton", "vllm"}
 
 
 def target_unit(target: str) -> str:

@@ -23,6 +23,11 @@ def int_list(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"expected integers with commas between them, got {text!r}") from None
 
 
+def name_list(text: str) -> tuple[str, ...]:
+    """ "a,b" as names."""
+    return tuple(part.strip() for part in text.split(","))
+
+
 # By annotation, which the dataclasses keep as text.
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "str": str,
@@ -30,7 +35,9 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "str | None": str,
     "int | None": int,
     "float": float,
+    "Sequence[int]": int_list,
     "Sequence[int] | None": int_list,
+    "Sequence[str]": name_list,
     "str | Path | None": str,
 }
 
@@ -43,8 +50,11 @@ def add_engine_options(parser: argparse.ArgumentParser, without: Sequence[str] =
     for field in dataclasses.fields(EngineConfig):
         if field.name in without:
             continue
-        default = DEFAULT_MODEL if field.name == "model" else field.default
-        _add_flag(group, field, default)
+        if field.name == "seed":
+            # One flag for both: None keeps unseeded sampling where only the engine has a default.
+            add_flag(group, field, None, "for dummy weights and for sampling")
+        else:
+            add_flag(group, field, DEFAULT_MODEL if field.name == "model" else field.default)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +68,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         elif field.name == "ignore_eos":
             group.add_argument("--ignore-eos", action="store_true", help=field.metadata["help"])
         elif field.name != "seed":
-            _add_flag(group, field, field.default)
+            add_flag(group, field, field.default)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -79,14 +89,17 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**{field.name: getattr(args, field.name) for field in dataclasses.fields(SamplingParams)})
 
 
-def _add_flag(group: Any, field: dataclasses.Field[Any], default: Any) -> None:
+def add_flag(group: Any, field: dataclasses.Field[Any], default: Any, about: str = "") -> None:
+    """The flag of one dataclass field, with its help, or another one, and a default."""
     flag = "--" + field.name.replace("_", "-")
-    about = field.metadata["help"]
-    if field.name == "seed":
-        # One flag for both: None keeps unseeded sampling where only the engine has a default.
-        default, about = None, "for dummy weights and for sampling"
-    shown = "" if default is None else f" (default: {default})"
+    about = about or field.metadata["help"]
+    shown = "" if default is None else f" (default: {as_text(default)})"
     if field.type == "bool":
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=about + shown)
     else:
         group.add_argument(flag, type=_PARSERS[str(field.type)], default=default, help=about + shown)
+
+
+def as_text(value: Any) -> str:
+    """As it is written on the command line."""
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)

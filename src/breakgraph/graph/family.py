@@ -27,7 +27,7 @@ from breakgraph.graph.hazards import OnHazard
 from breakgraph.graph.leaks import find_holders
 from breakgraph.graph.modes import ExecMode, capture_window
 from breakgraph.graph.outputs import OutputBuffer
-from breakgraph.graph.plan import OutputPolicy, Plan
+from breakgraph.graph.plan import OutputPolicy, Plan, StepScope
 from breakgraph.graph.report import CaptureCost
 from breakgraph.graph.tree import Tree
 from breakgraph.graph.warm_up import MadeBreaks, warm_up
@@ -57,6 +57,7 @@ class PlanFamily:
         self._last_stream: Any = None
         self._busy: str | None = None
         self.watcher: BreakWatcher | None = None
+        self.step_scope: StepScope | None = None
         self._is_closed = False
 
     @property
@@ -268,6 +269,15 @@ class PlanFamily:
             yield
         finally:
             self.watcher = None
+
+    @contextmanager
+    def annotating(self, scope: StepScope) -> Iterator[None]:
+        """Run each step that is replayed inside within ``scope(name)``, "segment 0" or "break attend": for tracers."""
+        self.step_scope = scope
+        try:
+            yield
+        finally:
+            self.step_scope = None
 
     def poison(self) -> int:
         """Fill the pool's free blocks with 0xFF bytes; a replay must not notice. Returns the bytes filled."""

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from breakgraph.graph.family import PlanFamily
 
 OutputPolicy = Literal["borrow", "copy", "poison"]
+StepScope = Callable[[str], AbstractContextManager[object]]
+"""From a step's name to what its launch is wrapped in."""
 
 
 class GraphStep:
@@ -198,6 +200,8 @@ class Plan:
         with self._family.replaying(self):
             with self._mode.apply():
                 launches = self._launches if self._family.watcher is None else self._watched(self._family.watcher)
+                if self._family.step_scope is not None:
+                    launches = self._annotated(launches, self._family.step_scope)
                 for launch in self._host_times.timed(launches, self.num_replays):
                     launch()
             if self._policy != "borrow":
@@ -210,6 +214,21 @@ class Plan:
     def _watched(self, watcher: BreakWatcher) -> list[Callable[[], None]]:
         steps = [step for step in self._steps if step.is_launched]
         return [s.run if isinstance(s, GraphStep) else partial(s.run_watched, watcher) for s in steps]
+
+    def _annotated(self, launches: Sequence[Callable[[], None]], scope: StepScope) -> list[Callable[[], None]]:
+        named = [(step, f"{report.kind} {report.name}") for step, report in self._step_reports()]
+        names = [name for step, name in named if step.is_launched]
+
+        def run_inside(name: str, launch: Callable[[], None]) -> None:
+            with scope(name):
+                launch()
+
+        return [partial(run_inside, name, launch) for name, launch in zip(names, launches, strict=True)]
+
+    def _step_reports(self) -> list[tuple[GraphStep | EagerStep, StepReport]]:
+        """Steps with their reports; segments are numbered, the empty ones too."""
+        segments = iter(range(len(self._steps)))
+        return [(step, step.report(next(segments) if isinstance(step, GraphStep) else 0)) for step in self._steps]
 
     @property
     def outputs(self) -> Tree:
@@ -248,15 +267,14 @@ class Plan:
     def explain(self) -> PlanReport:
         """What was captured and what it holds."""
         tensors = [leaf for _, leaf in tree_leaves(self._places) if isinstance(leaf, torch.Tensor)]
-        segments, times = iter(range(len(self._steps))), iter(self._host_times.medians())
-        steps = [step.report(next(segments) if isinstance(step, GraphStep) else 0) for step in self._steps]
+        times = iter(self._host_times.medians())
         return PlanReport(
             label=self.label,
             device=str(self._family.device.torch_device),
             emulated=self._family.device.emulated,
             steps=tuple(
                 replace(report, host_sec=next(times)) if step.is_launched else report
-                for step, report in zip(self._steps, steps, strict=True)
+                for step, report in self._step_reports()
             ),
             output_bytes=sum(t.numel() * t.element_size() for t in tensors),
             pinned_bytes=sum(pin.nbytes() for pin in self._pins),

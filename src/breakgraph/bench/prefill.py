@@ -1,0 +1,58 @@
+"""One forward over prompts: attention metadata, the model's body, logits of each request's last token."""
+
+from __future__ import annotations
+
+from breakgraph.attention import AttentionBackend
+from breakgraph.backends import Backend
+from breakgraph.bench.arms import Setting, case_rows, case_seed, load, random_kv, step_group
+from breakgraph.bench.ceilings import step_work
+from breakgraph.bench.config import PrefillBench
+from breakgraph.bench.result import Row
+from breakgraph.bench.workloads import BLOCK_SIZE, even_lens, num_blocks, prefill_batch
+from breakgraph.runners import PrefillRunner, SlottedPrefillRunner, prefill_spec
+from breakgraph.runners.base import Forward, Runner
+
+LONG_TOKENS = 8192
+"""From here on a quarter of the rounds is enough: a round takes long, and launches hardly count."""
+
+
+def measure(setting: Setting) -> list[Row]:
+    """Rows `prefill`, one a step and backend. Full graphs have as many request slots as the most requests asked for."""
+    config = setting.config
+    assert isinstance(config, PrefillBench)
+    top, slots = max(config.tokens), max(config.requests)
+    setting.check_length(-(-top // min(config.requests)))
+    # Every step fits: blocks that are not full are one a request.
+    blocks = num_blocks([top]) + slots
+    common = {
+        "max_num_batched_tokens": top,
+        "max_num_seqs": slots,
+        "max_model_len": top,
+        "num_blocks": blocks,
+        "block_size": BLOCK_SIZE,
+    }
+
+    def make(backend: Backend, forward: Forward, attention: AttentionBackend) -> Runner:
+        buckets = sorted(config.tokens)
+        if backend.records_breaks:
+            spec = prefill_spec(**common, buckets=buckets, request_slots=slots)
+            return SlottedPrefillRunner(spec, backend, forward, attention, setting.device)
+        return PrefillRunner(prefill_spec(**common, buckets=buckets), backend, forward, attention, setting.device)
+
+    rows = []
+    for fusion in config.fusion:
+        model = load(setting, fusion)
+        kv = random_kv(setting, model, blocks)
+        for attention in config.attention:
+            with step_group(setting, model, kv, attention, "prefill", make) as group:
+                for tokens in sorted(config.tokens):
+                    for requests in config.requests:
+                        seed = case_seed(config, (tokens, requests))
+                        batch = prefill_batch(tokens, requests, model.vocab_size, seed)
+                        lens = even_lens(tokens, requests)
+                        rounds = config.rounds if tokens < LONG_TOKENS else max(1, config.rounds // 4)
+                        metrics = group.compare(batch, step_work(model, lens, lens), rounds)
+                        shape = {"tokens": tokens, "requests": requests}
+                        rows += case_rows(group, "prefill", {**shape}, fusion, metrics)
+        del model, kv
+    return rows
