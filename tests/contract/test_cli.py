@@ -18,18 +18,30 @@ ENGINE = """
     --num-gpu-blocks-override --prefill-backend --prefill-buckets --prefill-request-slots --seed --verify
 """
 SAMPLING = "--ignore-eos --max-tokens --min-p --stop --stop-token-ids --temperature --top-k --top-p"
+BENCH = "--attention --backends --device --dtype --fusion --model --out --peers --rounds --seed"
 OPTIONS = {
-    "capture": f"--explain --memory {ENGINE}",
+    "bench": "kind",
+    "bench capture": f"--decode-buckets --max-model-len --max-num-batched-tokens --max-num-seqs --prefill-buckets {BENCH}",
+    "bench decode": f"--batch --context {BENCH}",
+    "bench prefill": f"--requests --tokens {BENCH}",
+    "bench serve": f"--answer-len --max-num-batched-tokens --max-num-seqs --num-requests --prompt-len {BENCH}",
+    "capture": f"--explain --memory --trace {ENGINE}",
     "demo": "--cache-dir --device",
     "env": "--json",
     "generate": f"--chat --json --prompt --prompt-token-ids {SAMPLING} {ENGINE}",
+    "report": "files --format --out",
     "verify": f"--json {ENGINE.replace('--verify', '')}",
 }
 
 
-def subcommands() -> dict[str, argparse.ArgumentParser]:
-    (action,) = [a for a in main.build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    return dict(action.choices)
+def subcommands(parser: argparse.ArgumentParser, prefix: str = "") -> dict[str, argparse.ArgumentParser]:
+    """Those of subcommands too, by all words of each."""
+    found = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, child in action.choices.items():
+                found |= {f"{prefix}{name}": child, **subcommands(child, f"{prefix}{name} ")}
+    return found
 
 
 def arguments_of(parser: argparse.ArgumentParser) -> list[str]:
@@ -39,7 +51,7 @@ def arguments_of(parser: argparse.ArgumentParser) -> list[str]:
 
 def test_options_are_frozen() -> None:
     frozen = {name: sorted(["--help", *options.split()]) for name, options in OPTIONS.items()}
-    assert {name: arguments_of(parser) for name, parser in subcommands().items()} == frozen
+    assert {name: arguments_of(parser) for name, parser in subcommands(main.build_parser()).items()} == frozen
 
 
 def test_commands_are_sorted_and_have_help() -> None:

@@ -39,12 +39,18 @@ class Samples:
 
 def timed(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Milliseconds until the results are there, and until the host is free."""
-    torch.cuda.synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     run()
     host = time.perf_counter()
-    torch.cuda.synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - start) * 1e3, (host - start) * 1e3
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device; a CPU has nothing to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def interleaved(

@@ -16,6 +16,7 @@ import torch
 from breakgraph.bench.profiler import ANNOTATION, GPU_CATEGORIES, Event, profiled
 from breakgraph.errors import ConfigError
 from breakgraph.graph import PlanFamily
+from breakgraph.runners.base import Runner
 
 HOST, GPU = 1, 2
 _STEP_KINDS = ("segment", "break")
@@ -49,6 +50,22 @@ def export(replay: Callable[[], object], family: PlanFamily, path: Path | str) -
     kernels = [event for event in events if event.category in GPU_CATEGORIES]
     _write(Path(path), document(steps, kernels, emulated=family.device.emulated))
     return len(steps)
+
+
+def export_runner(runner: Runner, path: Path | str) -> int:
+    """The largest bucket of a runner, on a dummy step that writes to the reserved slot only; else as `export`.
+
+    Raises:
+        ConfigError: the runner captured nothing, or the file cannot be written.
+    """
+    key = runner.spec.key(runner.spec.ladder[-1])
+    if not (runner.backend.captures and runner.backend.captured(key)):
+        raise ConfigError(
+            f"expected a captured {runner.spec.phase} bucket to trace, and backend {runner.backend.name!r} has none; "
+            "capture with backend 'breakable' or 'full'"
+        )
+    with runner.in_bucket(runner.spec.dummy_batch(key.size)):
+        return export(lambda: runner.backend.replay(key), runner.backend.family, path)
 
 
 def document(steps: Iterable[Event], kernels: Iterable[Event], *, emulated: bool) -> dict[str, Any]:

@@ -27,6 +27,9 @@ def add_parser(subparsers: Any) -> None:
         "--explain", action="store_true", help="also print the largest plan of each phase, step by step"
     )
     parser.add_argument("--memory", action="store_true", help="also print what each bucket and the whole engine take")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="also write one replay of the largest prefill bucket as a trace for Perfetto"
+    )
     options.add_engine_options(parser)
 
 
@@ -41,7 +44,17 @@ def run(args: argparse.Namespace) -> int:
         if args.explain:
             for report in _largest(llm.explain()):
                 print(f"\n{report}")
+        if args.trace:
+            print_trace(llm, args.trace)
     return 0
+
+
+def print_trace(llm: LLM, path: str) -> None:
+    """Writes the file and says how to open it."""
+    from breakgraph.bench.trace import export_runner
+
+    num_steps = export_runner(llm.engine.runners["prefill"], path)
+    print(f"\ntrace of {num_steps} steps in {path}: open it at https://ui.perfetto.dev or in chrome://tracing")
 
 
 def print_captured(llm: LLM) -> None:

@@ -157,12 +157,12 @@ def _memory_figures(result: Result) -> list[tuple[Figure, str]]:
         axes.bar(range(len(sizes)), sizes, color=_COLORS.get(arm[0], _OTHERS[0]), width=0.75)
         _bucket_ticks(axes, [str(row.params["bucket"]) for row in members])
         pool = pools.get(arm[:3])
-        together = f"together {sum(sizes):,.1f} MiB"
+        together = f"sum of the bars {sum(sizes):,.1f} MiB"
         if pool is not None:
             axes.axhline(pool, color=_TEXT, linewidth=1.2, linestyle="--")
             axes.set_ylim(top=1.25 * max(pool, *sizes))
             axes.annotate(f"pool of all phases: {pool:,.1f} MiB", (0, pool), (4, 4), textcoords="offset points")
-        axes.set_title(f"{_arm_name(arm)}: {arm[3]}, {len(sizes)} buckets, {together}", loc="left", fontsize=10.5)
+        axes.set_title(f"{_arm_name(arm)}: {arm[3]}, {len(sizes)} buckets, {together}", loc="left", fontsize=10)
         axes.set_ylabel("MiB")
         axes.set_xlabel("bucket, in tokens" if arm[3] == "prefill" else "bucket, in requests")
         _plain(axes)
@@ -181,7 +181,7 @@ def _bucket_ticks(axes: Any, names: Sequence[str]) -> None:
 
 
 def _arm_name(arm: Sequence[str]) -> str:
-    return f"{arm[0]}, attention {arm[2]}" + ("" if arm[1] in ("none", "None") else f", fusion {arm[1]}")
+    return f"{arm[0]} ({arm[2]}" + (")" if arm[1] in ("none", "None") else f", {arm[1]})")
 
 
 def _timeline_figures(result: Result) -> list[tuple[Figure, str]]:
@@ -194,8 +194,8 @@ def _timeline_figures(result: Result) -> list[tuple[Figure, str]]:
     is_timed = all("host" in row.metrics for rows in broken.values() for row in rows if row.metrics["nodes"].value)
     for axes, (arm, rows) in zip(figure.subplots(len(broken), squeeze=False)[:, 0], broken.items(), strict=True):
         _timeline(axes, arm, rows, is_timed)
-    what = "Host time of each step, as the median of three replays" if is_timed else (
-        "Steps in their order; no times, as the device is emulated")  # fmt: skip
+    what = "One replay: host time of each step, as the median of three" if is_timed else (
+        "One replay: steps in their order; no times, as the device is emulated")  # fmt: skip
     caption = (
         f"{what}. A segment is one graph launch, a break runs as Python; the GPU works on one while the host is "
         "already at the next."
@@ -219,11 +219,9 @@ def _timeline(axes: Any, arm: Sequence[str], rows: Sequence[Row], is_timed: bool
     axes.set_xlim(0, now or 1.0)
     axes.set_xlabel("host, us" if is_timed else "step")
     counts = f"{len(kinds['segment'])} segments, {len(kinds['break'])} breaks"
-    total = f", {now:,.0f} us in all" if is_timed else ""
-    axes.set_title(
-        f"{_arm_name(arm)}: one replay of {arm[3]} bucket {rows[0].params['bucket']}, {counts}{total}",
-        loc="left", fontsize=10.5,
-    )  # fmt: skip
+    total = f", host {now:,.0f} us" if is_timed else ""
+    bucket = f"{arm[3]} {rows[0].params['bucket']}"
+    axes.set_title(f"{_arm_name(arm)}: {bucket}, {counts}{total}", loc="left", fontsize=10)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from breakgraph.bench.result import Metric, Result, Row, Scalar
-from breakgraph.report.latency import Latency, busy_of, labels, latencies
+from breakgraph.report.latency import BACKENDS, Latency, busy_of, labels, latencies
 
 MIB = 1 << 20
 _HEADS = {
@@ -100,6 +100,7 @@ def _latency_table(found: Sequence[Latency], requests: int) -> Table:
         columns["GPU busy"] = busy
     shown = [value for values in columns.values() for value in values if value is not None]
     decimals = 1 if min(shown) >= _SMALL else 2
+    ours = list(dict.fromkeys(one.attention for one in found if one.backend in BACKENDS and one.attention))
     return Table(
         title=f"ms a step, {requests} request{'s' * (requests > 1)}",
         columns=("tokens", *columns),
@@ -108,6 +109,7 @@ def _latency_table(found: Sequence[Latency], requests: int) -> Table:
             for i, tokens in enumerate(sizes)
         ),
         is_number=(True,) * (1 + len(columns)),
+        caption=f"attention {', '.join(ours)}" if ours else "",
     )
 
 
