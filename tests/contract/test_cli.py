@@ -21,7 +21,9 @@ SAMPLING = "--ignore-eos --max-tokens --min-p --stop --stop-token-ids --temperat
 BENCH = "--attention --backends --device --dtype --fusion --model --out --peers --rounds --seed"
 OPTIONS = {
     "bench": "kind",
-    "bench capture": f"--decode-buckets --max-model-len --max-num-batched-tokens --max-num-seqs --prefill-buckets {BENCH}",
+    "bench capture": f"""
+        --decode-buckets --max-model-len --max-num-batched-tokens --max-num-seqs --prefill-buckets {BENCH}
+    """,
     "bench decode": f"--batch --context {BENCH}",
     "bench prefill": f"--requests --tokens {BENCH}",
     "bench serve": f"--answer-len --max-num-batched-tokens --max-num-seqs --num-requests --prompt-len {BENCH}",

@@ -21,7 +21,8 @@ def test_the_table_is_the_report_of_the_result_file() -> None:
     assert [row.split(" ")[1] for row in rows] == ["128", "512", "2048", "8192"]
     assert f"### ms a step, 1 request\n\n{head}\n{rule}\n" + "\n".join(rows) in render([result], "markdown")
     assert f"({path})" in text
-    assert f"{result.where.device_name}, torch {result.versions.torch}, transformers {result.versions.transformers}" in text
+    versions = f"torch {result.versions.torch}, transformers {result.versions.transformers}"
+    assert f"{result.where.device_name}, {versions}" in text
 
 
 def test_what_the_text_says_beside_the_table() -> None:

@@ -66,7 +66,7 @@ def test_vllm_is_named_where_it_is_missing(
     from breakgraph.bench.peers import vllm_api
 
     monkeypatch.setitem(__import__("sys").modules, "vllm", None)
-    with pytest.raises(ConfigError, match="vllm does not import .*; install it in this environment to compare"):
+    with pytest.raises(ConfigError, match=r"vllm does not import .*; install it in this environment to compare"):
         vllm_api.measure(PeerTask(ServeBench(model=tiny_folder, device="cpu"), "float32"))
 
 
@@ -102,8 +102,9 @@ def test_continuous_batching_of_transformers_gives_whole_answers(
     few_blocks = functools.partial(continuous.ContinuousBatchingConfig, num_blocks=8)
     monkeypatch.setattr(continuous, "ContinuousBatchingConfig", few_blocks)
     config = ServeBench(
-        model=tiny_folder, device="cpu", num_requests=3, prompt_len=12, answer_len=4, max_num_batched_tokens=64, rounds=1
-    )
+        model=tiny_folder, device="cpu", num_requests=3, prompt_len=12, answer_len=4, max_num_batched_tokens=64,
+        rounds=1,
+    )  # fmt: skip
     (row,) = continuous.measure(PeerTask(config, "float32"))
     assert row.params["attention"] == "paged|sdpa"
     assert row.metrics["answer_tokens"].value == 12

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from breakgraph import eager_on_graph
-from breakgraph.bench.profiler import Event
+from breakgraph.bench.profiler import ANNOTATION, Event
 from breakgraph.bench.trace import document, export
 from breakgraph.errors import ConfigError
 from breakgraph.graph import PlanFamily
@@ -31,7 +32,7 @@ def test_one_replay_with_its_steps_by_name(family: PlanFamily, device: torch.dev
     assert [entry["name"] for entry in found] == ["segment 0", "break halve", "segment 1", "break halve", "segment 2"]
     assert [entry["cat"] for entry in found] == ["segment", "break", "segment", "break", "segment"]
     assert found[0]["ts"] == 0
-    assert all(a["ts"] + a["dur"] <= b["ts"] + 0.002 for a, b in zip(found, found[1:], strict=False))  # type: ignore[operator]
+    assert all(a["ts"] + a["dur"] <= b["ts"] + 0.002 for a, b in pairwise(found))  # type: ignore[operator]
     assert [child.name for child in tmp_path.iterdir()] == ["trace.json"]
     # The plan is as it was: replayable, and without the profiler in its host times.
     assert torch.equal(plan.replay(), torch.full((4,), 2.5, device=device))
@@ -61,7 +62,7 @@ def test_annotations_end_with_the_block(family: PlanFamily, device: torch.device
 
 
 def test_a_call_without_a_replay_is_refused(family: PlanFamily, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="none was replayed; pass plan.replay"):
+    with pytest.raises(ConfigError, match=r"none was replayed; pass plan.replay"):
         export(lambda: None, family, tmp_path / "trace.json")
     assert list(tmp_path.iterdir()) == []
 
@@ -74,11 +75,12 @@ def test_a_folder_that_is_not_there_is_named(family: PlanFamily, device: torch.d
 
 
 def test_kernels_have_a_track_a_stream() -> None:
-    steps = [Event("segment 0", "user_annotation", 100.0, 5.0, "1"), Event("break b", "user_annotation", 106.0, 9.0, "1")]
+    steps = [Event("segment 0", ANNOTATION, 100.0, 5.0, "1"), Event("break b", ANNOTATION, 106.0, 9.0, "1")]
     kernels = [Event("gemm", "kernel", 103.0, 4.0, "20"), Event("copy", "gpu_memcpy", 104.0, 1.0, "7")]
     entries = document(steps, kernels, emulated=False)["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in entries if e["ph"] == "M"}
-    assert names == {(1, 0): "host", (1, 1): "segments and breaks", (2, 0): "GPU", (2, 1): "stream 20", (2, 2): "stream 7"}
+    gpu = {(2, 0): "GPU", (2, 1): "stream 20", (2, 2): "stream 7"}
+    assert names == {(1, 0): "host", (1, 1): "segments and breaks", **gpu}
     found = [(e["name"], e["pid"], e["tid"], e["ts"], e["dur"]) for e in entries if e["ph"] == "X"]
     assert found == [
         ("segment 0", 1, 1, 0.0, 5.0),

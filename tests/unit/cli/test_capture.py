@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from breakgraph.cli.main import main
@@ -70,3 +73,22 @@ def test_a_full_prefill_graph_has_no_breaks(model_args: list[str], capsys: pytes
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("prefill")]
     assert rows
     assert {(row[1], row[3], row[4]) for row in rows} == {("full", "1", "0")}
+
+
+def test_a_trace_of_the_largest_prefill_bucket(
+    model_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.json"
+    assert main(["capture", *model_args, "--trace", str(path)]) == 0
+    assert f"trace of 5 steps in {path}: open it at https://ui.perfetto.dev" in capsys.readouterr().out
+    names = [entry["name"] for entry in json.loads(path.read_text())["traceEvents"] if entry["ph"] == "X"]
+    assert names == ["segment 0", "break attend", "segment 1", "break attend", "segment 2"]
+
+
+def test_a_trace_of_nothing_is_refused(
+    model_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.json"
+    assert main(["capture", *model_args, "--prefill-backend", "eager", "--trace", str(path)]) == 2
+    assert "expected a captured prefill bucket to trace, and backend 'eager' has none" in capsys.readouterr().err
+    assert not path.exists()
