@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from breakgraph.attention import AttentionBackend
 from breakgraph.backends import Backend
-from breakgraph.bench.arms import Setting, case_rows, case_seed, load, random_kv, step_group
+from breakgraph.bench.arms import (
+    MakeRunner,
+    Setting,
+    case_rows,
+    case_seed,
+    give_memory_back,
+    load,
+    random_kv,
+    step_group,
+)
 from breakgraph.bench.ceilings import Work, step_work
 from breakgraph.bench.config import DecodeBench
 from breakgraph.bench.result import Metric, Row
@@ -29,21 +38,27 @@ def measure(setting: Setting) -> list[Row]:
 
     rows = []
     for fusion in config.fusion:
-        model = load(setting, fusion)
-        kv = random_kv(setting, model, blocks)
-        for attention in config.attention:
-            with step_group(setting, model, kv, attention, "decode", make) as group:
-                for context in config.context:
-                    for requests in batches:
-                        seed = case_seed(config, (requests, context))
-                        batch = decode_batch(requests, context, model.vocab_size, seed)
-                        work = step_work(model, [1] * requests, [context + 1] * requests)
-                        metrics = group.compare(batch, work, config.rounds)
-                        for values in metrics.values():
-                            values |= _against_bytes(setting, work, values)
-                        shape = {"requests": requests, "context": context}
-                        rows += case_rows(group, "decode", {**shape}, fusion, metrics)
-        del model, kv
+        rows += _fusion_rows(setting, config, fusion, blocks, make)
+        give_memory_back()
+    return rows
+
+
+def _fusion_rows(setting: Setting, config: DecodeBench, fusion: str, blocks: int, make: MakeRunner) -> list[Row]:
+    """Of one model, which is gone afterwards: there may be no room for two."""
+    rows = []
+    model = load(setting, fusion)
+    kv = random_kv(setting, model, blocks)
+    for attention in config.attention:
+        with step_group(setting, model, kv, attention, "decode", make) as group:
+            for context in config.context:
+                for requests in sorted(config.batch):
+                    seed = case_seed(config, (requests, context))
+                    batch = decode_batch(requests, context, model.vocab_size, seed)
+                    work = step_work(model, [1] * requests, [context + 1] * requests)
+                    metrics = group.compare(batch, work, config.rounds)
+                    for values in metrics.values():
+                        values |= _against_bytes(setting, work, values)
+                    rows += case_rows(group, "decode", {"requests": requests, "context": context}, fusion, metrics)
     return rows
 
 

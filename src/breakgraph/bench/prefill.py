@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from breakgraph.attention import AttentionBackend
 from breakgraph.backends import Backend
-from breakgraph.bench.arms import Setting, case_rows, case_seed, load, random_kv, step_group
+from breakgraph.bench.arms import (
+    MakeRunner,
+    Setting,
+    case_rows,
+    case_seed,
+    give_memory_back,
+    load,
+    random_kv,
+    step_group,
+)
 from breakgraph.bench.ceilings import step_work
 from breakgraph.bench.config import PrefillBench
 from breakgraph.bench.result import Row
@@ -41,18 +50,24 @@ def measure(setting: Setting) -> list[Row]:
 
     rows = []
     for fusion in config.fusion:
-        model = load(setting, fusion)
-        kv = random_kv(setting, model, blocks)
-        for attention in config.attention:
-            with step_group(setting, model, kv, attention, "prefill", make) as group:
-                for tokens in sorted(config.tokens):
-                    for requests in config.requests:
-                        seed = case_seed(config, (tokens, requests))
-                        batch = prefill_batch(tokens, requests, model.vocab_size, seed)
-                        lens = even_lens(tokens, requests)
-                        rounds = config.rounds if tokens < LONG_TOKENS else max(1, config.rounds // 4)
-                        metrics = group.compare(batch, step_work(model, lens, lens), rounds)
-                        shape = {"tokens": tokens, "requests": requests}
-                        rows += case_rows(group, "prefill", {**shape}, fusion, metrics)
-        del model, kv
+        rows += _fusion_rows(setting, config, fusion, blocks, make)
+        give_memory_back()
+    return rows
+
+
+def _fusion_rows(setting: Setting, config: PrefillBench, fusion: str, blocks: int, make: MakeRunner) -> list[Row]:
+    """Of one model, which is gone afterwards: there may be no room for two."""
+    rows = []
+    model = load(setting, fusion)
+    kv = random_kv(setting, model, blocks)
+    for attention in config.attention:
+        with step_group(setting, model, kv, attention, "prefill", make) as group:
+            for tokens in sorted(config.tokens):
+                for requests in config.requests:
+                    seed = case_seed(config, (tokens, requests))
+                    batch = prefill_batch(tokens, requests, model.vocab_size, seed)
+                    lens = even_lens(tokens, requests)
+                    rounds = config.rounds if tokens < LONG_TOKENS else max(1, config.rounds // 4)
+                    metrics = group.compare(batch, step_work(model, lens, lens), rounds)
+                    rows += case_rows(group, "prefill", {"tokens": tokens, "requests": requests}, fusion, metrics)
     return rows

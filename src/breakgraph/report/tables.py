@@ -18,7 +18,7 @@ _HEADS = {
 }  # fmt: skip
 _MAIN = (
     "time", "eager_over_time", "over_gpu_busy", "host", "gpu_busy", "roofline", "bytes_floor", "over_bytes_floor",
-    "over_full", "segments", "breaks", "equals_eager", "equals_full", "off_full",
+    "over_full", "segments", "breaks", "equals_eager", "eager_repeats", "equals_full", "off_full",
 )  # fmt: skip
 """Columns of a step's table; the rest is in its details."""
 _STEPS = ("prefill", "decode")

@@ -185,6 +185,19 @@ def test_logits_that_are_not_finite_prove_nothing(
         import_module("breakgraph.bench.prefill").measure(make_setting(config, None))
 
 
+def test_kernels_that_add_in_any_order_are_said_so(
+    tiny_folder: str, make_setting: MakeSetting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from breakgraph.runners import Runner
+
+    padded = Runner.run_padded_eager
+    monkeypatch.setattr(Runner, "run_padded_eager", lambda self, batch: padded(self, batch) + torch.rand(()))
+    config = small(PrefillBench, tiny_folder, tokens=(8,), requests=(1,), backends=("breakable",))
+    (only,) = import_module("breakgraph.bench.prefill").measure(make_setting(config, None))
+    assert "equals_eager" not in only.metrics
+    assert only.metrics["eager_repeats"].value is False
+
+
 def row(backend: str, time: float, fusion: str = "none", attention: str = "triton", tokens: int = 8) -> Row:
     params = {"tokens": tokens, "requests": 1, "backend": backend, "fusion": fusion, "attention": attention}
     return Row(name="prefill", params=params, metrics={"time": Metric(value=time, unit="ms")})

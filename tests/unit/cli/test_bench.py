@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -70,6 +71,14 @@ def test_a_bit_that_should_be_equal_shows() -> None:
     assert unequal(differing("flashinfer", eager=False, full=False)) == [
         "equals_eager is false: backend breakable, attention flashinfer"
     ]
+
+
+def test_nothing_has_to_equal_what_does_not_repeat_itself() -> None:
+    assert unequal(differing("triton", full=False)) != []
+    result = differing("triton", full=False)
+    row = result.rows[0]
+    again = dataclasses.replace(row, metrics={**row.metrics, "eager_repeats": Metric(value=False, unit="bool")})
+    assert unequal(dataclasses.replace(result, rows=(again,))) == []
 
 
 def test_what_differs_is_exit_code_1(
