@@ -9,18 +9,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from breakgraph.models.fusion import fuse
     from breakgraph.models.hf import HFModel
     from breakgraph.models.loading import load_model, loading_bars
     from breakgraph.models.presets import PRESETS
-    from breakgraph.models.source import ModelSource, resolve_model
+    from breakgraph.models.source import DEFAULT_CACHE_DIR, ModelSource, resolve_model
     from breakgraph.models.support import check_supported
     from breakgraph.models.tokenizer import load_tokenizer
 
 __all__ = [
+    "DEFAULT_CACHE_DIR",
     "PRESETS",
     "HFModel",
     "ModelSource",
     "check_supported",
+    "fuse",
     "load_model",
     "load_tokenizer",
     "loading_bars",
@@ -28,10 +31,12 @@ __all__ = [
 ]
 
 _SOURCES = {
+    "DEFAULT_CACHE_DIR": "source",
     "HFModel": "hf",
     "ModelSource": "source",
     "PRESETS": "presets",
     "check_supported": "support",
+    "fuse": "fusion",
     "load_model": "loading",
     "load_tokenizer": "tokenizer",
     "loading_bars": "loading",
