@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from breakgraph.backends import Backend, make_backend
-from breakgraph.errors import ClosedError, ConfigError, StaleOutputError, VerificationError
+from breakgraph.errors import ClosedError, ConfigError, StaleOutputError, StalePlanError, VerificationError
 from breakgraph.graph import OnHazard, OutputPolicy, PlanFamily, PlanReport, ShapeKey
+from breakgraph.graph.fingerprint import StaticInputs
 from breakgraph.graph.modes import ExecMode
 from breakgraph.graph.tree import Tree, tree_leaves
 from breakgraph.verify import VerifyReport, verify_call
@@ -33,6 +34,7 @@ class CapturedGraph:
         self._family = family
         self._backend = backend
         self._call: Call | None = call
+        self._inputs = StaticInputs(call.inputs)
         self._capture_again = capture_again
         self._outputs: Tree = None
         self._is_closed = False
@@ -45,13 +47,19 @@ class CapturedGraph:
 
         Raises:
             ClosedError: the graph was closed.
-            StalePlanError: a weight was replaced or moved, a module changed its mode, the version token differs, or
-                the graph was invalidated: see :meth:`recapture`.
+            StalePlanError: a weight or a static input was replaced or moved, a module changed its mode, the version
+                token differs, or the graph was invalidated: see :meth:`recapture`.
             RankMismatchError: another rank of the group replays something else. Nothing ran.
             ReplayError: a break broke its contract; the outputs are void, the graph stays usable.
         """
         self._check_open()
         self._outputs = None
+        try:
+            self._inputs.check()
+        except StalePlanError as error:
+            if self._family.ranks is not None:
+                self._family.ranks.tell("a replay", error)
+            raise
         self._outputs = self._backend.replay(_KEY)
         return self._outputs
 
@@ -111,11 +119,14 @@ class CapturedGraph:
         """
         self.invalidate()
         self._capture_again()
+        assert self._call is not None, "an open graph has its callable"
+        self._inputs = StaticInputs(self._call.inputs)
 
     def close(self) -> None:
         """Destroy the graphs and give their memory back. Safe to call twice."""
         self._is_closed = True
         self._outputs = self._call = None
+        self._inputs = StaticInputs(())
         self._backend.close()
         self._family.close()
 

@@ -128,6 +128,18 @@ def stale_on_one(rank: int, device: str, family: PlanFamily) -> Any:
     return text_of(RankMismatchError if rank else StalePlanError, plan.replay)
 
 
+@case
+def input_moved_on_one(rank: int, device: str, family: PlanFamily) -> Any:
+    x = torch.ones(8, device=device)
+    kept = x.data
+    with breakgraph.capture(summed, x, group=GROUPS["family"]) as graph:
+        if rank == 0:
+            x.data = torch.ones(8, device=device)
+        said = text_of(RankMismatchError if rank else StalePlanError, graph.replay)
+        x.data = kept
+        return said, graph.replay().tolist()
+
+
 def _one_fails(rank: int, device: str, family: PlanFamily, failing_run: int) -> Any:
     x, runs = torch.ones(8, device=device), [0]
 
@@ -283,6 +295,13 @@ def test_f26_a_plan_that_is_stale_on_one_rank_does_not_replay_on_the_other(on_tw
     first, second = on_two_ranks(stale_on_one)
     assert "was invalidated" in first
     assert "rank 0: replay 8, which failed: StalePlanError" in second
+
+
+def test_f26_an_input_that_moved_on_one_rank_stops_the_other(on_two_ranks: OnTwoRanks) -> None:
+    first, second = on_two_ranks(input_moved_on_one)
+    assert "in other memory" in first[0]
+    assert "rank 0: a replay, which failed: StalePlanError" in second[0]
+    assert first[1] == second[1] == [5.0] * 8
 
 
 @pytest.mark.parametrize("fn", [fails_in_warm_up, fails_in_capture])

@@ -32,7 +32,7 @@ def halve(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("fork", ["stream", "event"])
-def test_side_streams_of_a_segment_are_joined_at_the_break(family: PlanFamily, fork: str) -> None:
+def test_f16_side_streams_of_a_segment_are_joined_at_the_break(family: PlanFamily, fork: str) -> None:
     side = torch.cuda.Stream()
     x = torch.randn(1 << 20, device=CUDA)
 
@@ -85,7 +85,7 @@ def test_side_streams_of_a_break_are_joined_too(family: PlanFamily) -> None:
             assert torch.equal(plan.replay(), want + 1)
 
 
-def test_work_on_a_stream_that_is_not_captured_is_an_error(family: PlanFamily) -> None:
+def test_f18_work_on_a_stream_that_is_not_captured_is_an_error(family: PlanFamily) -> None:
     elsewhere = torch.cuda.Stream()
     x = torch.randn(4, device=CUDA)
 
@@ -110,7 +110,7 @@ def test_a_marked_call_in_somebody_elses_capture_raises() -> None:
     assert not torch.cuda.is_current_stream_capturing()
 
 
-def test_another_thread_may_copy_pinned_memory_during_a_capture(family: PlanFamily) -> None:
+def test_f19_another_thread_may_copy_pinned_memory_during_a_capture(family: PlanFamily) -> None:
     x, stop, errors = torch.randn(1 << 16, device=CUDA), threading.Event(), []
 
     def copier() -> None:
@@ -197,7 +197,7 @@ def test_a_failed_capture_gives_its_memory_back() -> None:
         assert torch.cuda.memory_reserved() <= before
 
 
-def test_closing_one_plan_leaves_its_siblings_alone(family: PlanFamily) -> None:
+def test_f44_closing_one_plan_leaves_its_siblings_alone(family: PlanFamily) -> None:
     """Destroying a graph can free a cuBLAS workspace that other graphs of the stream use: closed plans are parked."""
     with torch.no_grad():
         pairs = [

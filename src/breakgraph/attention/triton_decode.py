@@ -67,9 +67,8 @@ def decode_kernel(
     q_stride, q_head_stride, out_stride, out_head_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MIN_TILES: tl.constexpr,
-    BLOCK_G: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, MERGE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_G: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr, MERGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """One query a row: the last token of each request. Grid: (NUM_KV_HEADS, num_splits, rows).
 

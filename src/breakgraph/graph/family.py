@@ -163,6 +163,7 @@ class PlanFamily:
                 mode = ExecMode.current(self.device.torch_device.type)
                 warmed = warm_up(self.device, fn, made, restore, breaks=breaks, runs=warmup, on_hazard=on_hazard)
                 places, constants, notes = self._outputs.place(warmed.outputs), warmed.constants, warmed.notes
+                own = warmed.own
                 del warmed
                 if self.ranks is not None:
                     self.ranks.check_warm_up()
@@ -170,7 +171,7 @@ class PlanFamily:
                 builder = self._build(fn, breaks, places, constants)
             cost = self._cost(builder, *before, started)
             steps, pins = builder.hand_over()
-            fingerprint = Fingerprint(pins, self._index, version, token)
+            fingerprint = Fingerprint(pins, self._index, own, version, token)
             plan = Plan(self, label, steps, pins, places, mode, outputs, cost, notes, fingerprint)
             if self.ranks is not None:
                 self.ranks.check_structure(plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import getitem, is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -11,7 +11,8 @@ import torch
 
 from breakgraph.errors import StalePlanError
 from breakgraph.graph.eager_break import is_break
-from breakgraph.graph.tree import describe
+from breakgraph.graph.side_effects import Attribute
+from breakgraph.graph.tree import describe, tree_leaves
 
 _WAY_OUT = "update tensors in place, put modes back, or call invalidate() and capture again"
 _data_ptr = torch.Tensor.data_ptr
@@ -73,15 +74,53 @@ class ModuleIndex:
         self._chains = {id(owner): _chain(owner, parents) for owner in owners}
 
 
+class StaticInputs:
+    """Where the tensors lay that a callable was captured with. Compared at every replay.
+
+    Args:
+        inputs: What it was called with.
+    """
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        found = [
+            (path, leaf) for path, leaf in tree_leaves(list(inputs), "static input ")
+            if isinstance(leaf, torch.Tensor) and _storage_with_address(leaf)
+        ]  # fmt: skip
+        self._paths = [path for path, _ in found]
+        self._tensors = [tensor for _, tensor in found]
+        self._looks = [describe(tensor) for tensor in self._tensors]
+        self._addresses = list(map(_data_ptr, self._tensors))
+        self._indices = list(range(len(found)))
+
+    def check(self) -> None:
+        """Compare with now.
+
+        Raises:
+            StalePlanError: the memory behind an input is another one (``x.data = ...``).
+        """
+        if _lie_at(self._tensors, self._addresses, self._indices):
+            return
+        for path, tensor, look, address in zip(self._paths, self._tensors, self._looks, self._addresses, strict=True):
+            if tensor.data_ptr() != address:
+                raise StalePlanError(
+                    f"{path} was {look} and is {describe(tensor)} in other memory, where no replay looks; copy new "
+                    "values into it (copy_), or capture again"
+                )
+
+
 class Fingerprint:
     """Of the modules whose tensors a plan's segments read. Found once, after the capture; compared at every replay.
 
     An update in place is not noticed and need not be: graphs read the same memory. What was pinned cannot be given to
     another tensor, so that an address tells whether a tensor was replaced.
 
+    A plain attribute that the function itself sets, a table kept for the last length, say, may change: the plan keeps
+    the tensor that it was captured with.
+
     Args:
         pins: Storages outside the pool that the plan reads.
         index: Finds the modules that hold them.
+        own: Attributes that the function was seen to set. None: nobody looked, and it may be any.
         version: The user's own version token of what no module shows; None if there is none.
         token: What it gave when the capture began.
     """
@@ -90,12 +129,14 @@ class Fingerprint:
         self,
         pins: Iterable[torch.UntypedStorage],
         index: ModuleIndex,
+        own: Collection[Attribute] | None = None,
         version: Callable[[], object] | None = None,
         token: object = None,
     ) -> None:
         self._version = version
         self._token = token
-        self._slots = index.slots_of({pin._cdata for pin in pins})
+        slots = index.slots_of({pin._cdata for pin in pins})
+        self._slots = [slot for slot in slots if not _is_own(slot, own)]
         self._tables = [slot.table for slot in self._slots]
         self._names = [slot.name for slot in self._slots]
         self._tensors: list[torch.Tensor] = list(map(getitem, self._tables, self._names))
@@ -142,6 +183,11 @@ class Fingerprint:
                 words = ("training", "evaluation") if flag else ("evaluation", "training")
                 return f"module {_path(module, parents)} was in {words[0]} mode and is in {words[1]} mode"
         raise AssertionError("the fingerprint differs and no part of it does")
+
+
+def _is_own(slot: Slot, own: Collection[Attribute] | None) -> bool:
+    is_plain = slot.table is slot.owner.__dict__
+    return is_plain and (own is None or Attribute(slot.owner, slot.name) in own)
 
 
 def _all_modules() -> list[torch.nn.Module]:

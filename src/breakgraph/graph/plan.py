@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +15,7 @@ from breakgraph.graph.boundary import ResultStore
 from breakgraph.graph.device import Device, Pool, RecordedCall, Segment
 from breakgraph.graph.eager_break import BreakSpec
 from breakgraph.graph.fingerprint import Fingerprint
+from breakgraph.graph.host_time import HostTimes
 from breakgraph.graph.live import has_live, resolved
 from breakgraph.graph.modes import ExecMode
 from breakgraph.graph.report import CaptureCost, PlanReport, StepReport
@@ -156,6 +157,7 @@ class Plan:
         self._family = family
         self._steps = list(steps)
         self._launches = [step.run for step in steps if step.is_launched]
+        self._host_times = HostTimes(len(self._launches))
         self._pins = list(pins)
         self._places = places
         self._mode = mode
@@ -193,7 +195,8 @@ class Plan:
         """
         with self._family.replaying(self):
             with self._mode.apply():
-                for launch in self._launches if self._family.watcher is None else self._watched(self._family.watcher):
+                launches = self._launches if self._family.watcher is None else self._watched(self._family.watcher)
+                for launch in self._host_times.timed(launches, self.num_replays):
                     launch()
             if self._policy != "borrow":
                 self._copied = tree_map(lambda t, _: t.clone() if isinstance(t, torch.Tensor) else t, self._places)
@@ -249,12 +252,16 @@ class Plan:
     def explain(self) -> PlanReport:
         """What was captured and what it holds."""
         tensors = [leaf for _, leaf in tree_leaves(self._places) if isinstance(leaf, torch.Tensor)]
-        segments = iter(range(len(self._steps)))
+        segments, times = iter(range(len(self._steps))), iter(self._host_times.medians())
+        steps = [step.report(next(segments) if isinstance(step, GraphStep) else 0) for step in self._steps]
         return PlanReport(
             label=self.label,
             device=str(self._family.device.torch_device),
             emulated=self._family.device.emulated,
-            steps=tuple(step.report(next(segments) if isinstance(step, GraphStep) else 0) for step in self._steps),
+            steps=tuple(
+                replace(report, host_sec=next(times)) if step.is_launched else report
+                for step, report in zip(self._steps, steps, strict=True)
+            ),
             output_bytes=sum(t.numel() * t.element_size() for t in tensors),
             pinned_bytes=sum(pin.nbytes() for pin in self._pins),
             replays=self.num_replays,

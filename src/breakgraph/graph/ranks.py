@@ -17,8 +17,7 @@ from breakgraph.errors import ConfigError, RankMismatchError
 if TYPE_CHECKING:
     from breakgraph.graph.plan import Plan
 
-MESSAGE_BYTES = 256
-"""Of every message. A longer text keeps its beginning and ends in a hash of the whole."""
+MESSAGE_BYTES = 256  # a longer text keeps its beginning and ends in a hash of the whole
 
 _captures: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """Captures that a group's ranks agreed on, in all families: the same number on every rank."""
@@ -58,7 +57,7 @@ class Ranks:
             yield
         except BaseException as error:
             if self._is_awaited:
-                self._tell(f"capture {what}", error)
+                self.tell(f"capture {what}", error)
             raise
 
     def check_warm_up(self) -> None:
@@ -68,9 +67,9 @@ class Ranks:
     def check_structure(self, plan: Plan) -> None:
         """After a capture: the plan is closed unless every rank has one with the same segments and breaks."""
         names = groupby(step.name for step in plan.explain().steps if step.kind == "break")
-        counted = [f"{name} x {len(list(same))}" for name, same in names]
+        breaks = ", ".join(f"{name} x {len(list(same))}" for name, same in names) or "none"
         try:
-            self._compare(_packed(f"keep {plan.num_segments} segments, breaks {', '.join(counted) or 'none'}"))
+            self._compare(_packed(f"keep {plan.num_segments} segments, breaks {breaks}"))
         except BaseException:
             plan.close()
             raise
@@ -83,7 +82,7 @@ class Ranks:
         try:
             plan.check()
         except BaseException as error:
-            self._tell(f"replay {plan.label or 'a plan'}", error)
+            self.tell(f"replay {plan.label or 'a plan'}", error)
             raise
         self._compare(self._messages[plan])
 
@@ -100,7 +99,8 @@ class Ranks:
             )
         self._is_awaited = True
 
-    def _tell(self, what: str, error: BaseException) -> None:
+    def tell(self, what: str, error: BaseException) -> None:
+        """Say in place of the next message that this rank gives up ``what``; ``error`` is then raised here."""
         try:
             self._exchange(_packed(f"{what}, which failed: {type(error).__name__}: {error}"))
         except Exception as unheard:  # the error to be told is the one that matters

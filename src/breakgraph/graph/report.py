@@ -21,6 +21,9 @@ class StepReport:
         boundary_bytes: Bytes copied at every replay to hand the break's result on; 0 when it writes in place.
         side_streams: Streams that are joined before and after the break.
         reason: Why the break was made, where ``on_hazard="break"`` made it; empty for marked calls.
+        host_sec: Time the host takes to launch the segment, or to run the break, in seconds: the median of three early
+            replays. None before them, and for a segment that is not launched. On the CPU device, and where a break
+            waits for the device, the work itself is in it.
     """
 
     kind: str
@@ -31,6 +34,7 @@ class StepReport:
     boundary_bytes: int = 0
     side_streams: int = 0
     reason: str = ""
+    host_sec: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +113,14 @@ class PlanReport:
             f"{self.capture_sec:.3f} s",
         ]
         for step in self.steps:
+            host = "" if step.host_sec is None or self.emulated else f", host {step.host_sec * 1e6:.1f} us"
             if step.kind == "segment":
                 note = "" if step.num_nodes else " (empty: not launched)"
-                lines.append(f"  segment {step.name}: {step.num_ops} ops, {step.num_nodes} nodes{note}")
+                lines.append(f"  segment {step.name}: {step.num_ops} ops, {step.num_nodes} nodes{note}{host}")
             else:
                 copied = f"copies {step.boundary_bytes} bytes" if step.boundary_bytes else "copies nothing"
                 joined = f", joins {step.side_streams} streams" if step.side_streams else ""
-                lines.append(f"  break {step.name}: {step.arguments} tensors in, {copied}{joined}")
+                lines.append(f"  break {step.name}: {step.arguments} tensors in, {copied}{joined}{host}")
                 if step.reason:
                     lines.append(f"    made because {step.reason}")
         lines += [f"  note: {note}" for note in self.notes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from breakgraph.graph.device import Device
 from breakgraph.graph.eager_break import BreakSpec, EagerBreak, active, is_break, run_plain
 from breakgraph.graph.hazard_scan import HazardScan, ScanResult, Site, forward_line, paths_of
 from breakgraph.graph.hazards import Hazard, OnHazard
-from breakgraph.graph.side_effects import AttributeWatch, reachable_modules
+from breakgraph.graph.side_effects import Attribute, AttributeWatch, reachable_modules
 from breakgraph.graph.tree import Tree
 
 
@@ -155,11 +155,13 @@ class MadeBreaks:
 
 
 class Warmed(NamedTuple):
-    """What the warm-up leaves for the capture: what the function returned, declared constants, notes of the scan."""
+    """What the warm-up leaves for the capture: what the function returned, declared constants, notes of the scan, and
+    what the first call set on modules (None: nobody looked)."""
 
     outputs: Tree
     constants: list[Any]
     notes: tuple[str, ...]
+    own: frozenset[Attribute] | None = None
 
 
 def warm_up(
@@ -190,7 +192,8 @@ def warm_up(
     restore()
     if on_hazard is None:
         return Warmed(outputs, warm.constants, ())
-    first_use = _first_use_notes(attributes, roots)
+    own = attributes.changed()
+    first_use = _first_use_notes(own, roots)
     while True:
         scan = HazardScan(device, roots, attributes)
         outputs = warm.run(fn, scan)
@@ -203,14 +206,14 @@ def warm_up(
             raise found.report.error(obstacles)
     if found.report.blocking:
         warnings.warn(str(found.report), HazardWarning, stacklevel=2)
-    return Warmed(outputs, warm.constants, (*first_use, *map(str, found.report.notes)))
+    return Warmed(outputs, warm.constants, (*first_use, *map(str, found.report.notes)), frozenset(own))
 
 
-def _first_use_notes(attributes: AttributeWatch, roots: dict[str, torch.nn.Module]) -> tuple[str, ...]:
+def _first_use_notes(own: Iterable[Attribute], roots: dict[str, torch.nn.Module]) -> tuple[str, ...]:
     """What the first run left on modules: harmless, since it lies outside the pool and is there by now."""
     paths = paths_of(roots)
     notes = []
-    for module, name in attributes.changed():
+    for module, name in own:
         path = paths[id(module)]
         why = "was set by the first call, and captures use what it holds"
         notes.append(str(Hazard("first-use state", f"{path}.{name}", why, path, forward_line(module), "", False)))

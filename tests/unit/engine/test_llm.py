@@ -109,7 +109,7 @@ def test_chunks_and_decodes_share_prefill_steps_and_pure_decodes_have_their_own(
     assert steps["decode"] == [[1, 1]] * 6 + [[1]] * 3
 
 
-def test_steps_beyond_the_largest_bucket_run_eagerly_with_a_counted_reason(
+def test_f34_steps_beyond_the_largest_bucket_run_eagerly_with_a_counted_reason(
     llama_folder: Path, device: torch.device, reference: Reference, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {**SMALL, "prefill_buckets": (4,), "decode_buckets": (2,)}

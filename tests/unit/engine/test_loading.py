@@ -196,7 +196,7 @@ def warnings_of(folder: Path, device: torch.device, caplog: pytest.LogCaptureFix
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_a_ladder_below_the_largest_step_warns_once_with_the_peak_that_it_keeps(
+def test_f34_a_ladder_below_the_largest_step_warns_once_with_the_peak_that_it_keeps(
     llama_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = torch.device("cpu")

@@ -101,3 +101,18 @@ def test_what_cannot_be_read_lowers_the_coverage() -> None:
     report = compare([[call]], [[call]])
     assert report.coverage == 0.5
     assert "kernel: parameter 2" in str(report)
+
+
+def test_what_changes_from_capture_to_capture_of_the_same_is_no_argument() -> None:
+    def clamp(limit: str, between: str) -> list[list[RecordedCall]]:
+        return [[RecordedCall("clamp", {"word 0": limit, "word 1": between})]]
+
+    one, other = clamp("0", "a1"), clamp("0", "b7")
+    report = compare(one, other, repeats=[(one, clamp("0", "a1")), (other, clamp("0", "c9"))])
+    assert report.differences == ()
+    assert report.unread == ("clamp: word 1 changes from capture to capture of the same",)
+    assert report.coverage == 0.5
+    # A limit that is the variation's own is one.
+    one, other = clamp("0", "a1"), clamp("1", "b7")
+    report = compare(one, other, repeats=[(one, clamp("0", "a2")), (other, clamp("1", "b7"))])
+    assert [d.argument for d in report.differences] == ["word 0"]

@@ -159,6 +159,24 @@ def test_f32_another_parameter_on_the_same_memory_is_no_change() -> None:
             graph.replay()
 
 
+class LastLength(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.table) != len(x):
+            self.table = torch.arange(len(x)).float()
+        return x + self.table
+
+
+def test_f21_a_table_that_the_model_replaces_itself_is_no_change() -> None:
+    model, x = LastLength(), torch.zeros(3)
+    with torch.no_grad(), breakgraph.capture(model, x) as graph:
+        model(torch.zeros(5))
+        assert graph.replay().tolist() == [0.0, 1.0, 2.0]
+
+
 def test_a_version_token_is_compared() -> None:
     x, adapter = torch.randn(3), {"version": 1}
     with torch.no_grad(), breakgraph.capture(lambda x: x + 1, x, version=lambda: adapter["version"]) as graph:

@@ -59,7 +59,7 @@ def first_wrong(summary: VerifySummary) -> Any:
     return summary.wrong[0]
 
 
-def test_an_attention_that_was_not_marked(device: torch.device) -> None:
+def test_f13_an_attention_that_was_not_marked(device: torch.device) -> None:
     """Its lengths are the dummy batch's at every replay: two partitions of one bucket cannot both be right."""
 
     class Unmarked(Faulty):
@@ -83,7 +83,7 @@ def test_an_attention_that_was_not_marked(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_a_longest_length_that_became_a_constant(phase: str, device: torch.device) -> None:
+def test_f14_a_longest_length_that_became_a_constant(phase: str, device: torch.device) -> None:
     class Baked(Faulty):
         def after(self, hidden: Tensor, layer: int) -> Tensor:
             return hidden / max(current_step().step.seq_lens) if layer == 0 else hidden
@@ -93,7 +93,7 @@ def test_a_longest_length_that_became_a_constant(phase: str, device: torch.devic
     assert "in after" in report.culprit.source
 
 
-def test_rows_past_the_live_ones_that_reach_them(device: torch.device) -> None:
+def test_f10_rows_past_the_live_ones_that_reach_them(device: torch.device) -> None:
     """F10: the break fills the live rows only, and something mixes rows afterwards."""
 
     @eager_on_graph(mutates=("out",))
