@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,7 +43,7 @@ def load_engine(config: EngineConfig) -> Engine:
 
     Raises ConfigError (or one of its kinds) for whatever the config asks that cannot be had.
     """
-    from breakgraph.models import DEFAULT_CACHE_DIR, fuse, load_model, load_tokenizer, resolve_model
+    from breakgraph.models import fuse, load_model, load_tokenizer, resolve_model
 
     _check_backends(config)
     source = resolve_model(config.model, load_format=config.load_format, cache_dir=config.cache_dir)
@@ -53,7 +52,7 @@ def load_engine(config: EngineConfig) -> Engine:
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     model = load_model(source, dtype=dtype, device=device, seed=config.seed)
     if config.fusion == "inductor":
-        fuse(model, Path(config.cache_dir or DEFAULT_CACHE_DIR).expanduser())
+        fuse(model)
     backends = {"prefill": config.prefill_backend, "decode": config.decode_backend}
     in_graph = [phase for phase, name in backends.items() if backend_class(name).records_breaks]
     attention = make_attention(

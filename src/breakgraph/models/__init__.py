@@ -13,12 +13,11 @@ if TYPE_CHECKING:
     from breakgraph.models.hf import HFModel
     from breakgraph.models.loading import load_model, loading_bars
     from breakgraph.models.presets import PRESETS
-    from breakgraph.models.source import DEFAULT_CACHE_DIR, ModelSource, resolve_model
+    from breakgraph.models.source import ModelSource, resolve_model
     from breakgraph.models.support import check_supported
     from breakgraph.models.tokenizer import load_tokenizer
 
 __all__ = [
-    "DEFAULT_CACHE_DIR",
     "PRESETS",
     "HFModel",
     "ModelSource",
@@ -31,7 +30,6 @@ __all__ = [
 ]
 
 _SOURCES = {
-    "DEFAULT_CACHE_DIR": "source",
     "HFModel": "hf",
     "ModelSource": "source",
     "PRESETS": "presets",

@@ -8,10 +8,8 @@ the compiled parts.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,12 +63,10 @@ def _as_compiled() -> Iterator[None]:
         torch.set_autocast_cache_enabled(was_enabled)
 
 
-def fuse(model: HFModel, cache_dir: Path) -> None:
+def fuse(model: HFModel) -> None:
     """Compile the blocks of ``model`` with Inductor when they first run; on a CPU trace them only, to the same effect.
 
-    Args:
-        cache_dir: Where Inductor keeps what it has compiled, unless ``TORCHINDUCTOR_CACHE_DIR`` says otherwise. Later
-            processes find it there.
+    What Inductor has compiled it keeps on disk, where ``TORCHINDUCTOR_CACHE_DIR`` says, and later processes find it.
 
     Raises:
         ConfigError: the model has no list of layers.
@@ -79,7 +75,6 @@ def fuse(model: HFModel, cache_dir: Path) -> None:
     merged = sum(merge_linears(block) for block in blocks)
     for hide in (hide_breaks, hide_attention, hide_experts):
         hide()
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir / "inductor"))
     backend = "inductor" if model.device.type == "cuda" else "eager"
     for block in blocks:
         block.forward = _CompiledBlock(block, backend)

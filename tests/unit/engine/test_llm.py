@@ -84,11 +84,10 @@ def test_every_backend_gives_the_same_tokens(
 
 
 def test_fused_layers_give_the_same_tokens(
-    llama_folder: Path, device: torch.device, reference: Reference, tmp_path: Path
+    llama_folder: Path, device: torch.device, reference: Reference
 ) -> None:
     prompts = make_prompts(5, seed=1)
-    options = {**SMALL, "fusion": "inductor", "cache_dir": tmp_path}
-    with LLM(str(llama_folder), device=str(device), **options) as llm:
+    with LLM(str(llama_folder), device=str(device), **SMALL, fusion="inductor") as llm:
         assert token_ids(llm, prompts) == [reference(prompt, 10) for prompt in prompts]
         assert all(not runner["num_eager_steps_by_reason"] for runner in llm.stats()["runners"].values())
 

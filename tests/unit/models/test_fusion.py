@@ -5,8 +5,6 @@ On a CPU the blocks are traced and run operator by operator; what Inductor makes
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch._dynamo
@@ -27,10 +25,10 @@ def _fresh_dynamo() -> None:
     counters.clear()
 
 
-def driver_of(name: str, cache: Path, fused: bool) -> PackedDriver:
+def driver_of(name: str, fused: bool) -> PackedDriver:
     model = HFModel(tiny_model(name, "breakgraph"), name)
     if fused:
-        fuse(model, cache)
+        fuse(model)
     return PackedDriver(model, make_attention("auto", "cpu", torch.float32, model.layers))
 
 
@@ -39,8 +37,8 @@ def tokens(count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", TINY_CONFIGS)
-def test_every_architecture_gives_the_same_numbers(name: str, tmp_path: Path) -> None:
-    plain, fused = (driver_of(name, tmp_path, fused) for fused in (False, True))
+def test_every_architecture_gives_the_same_numbers(name: str) -> None:
+    plain, fused = (driver_of(name, fused) for fused in (False, True))
     for driver in (plain, fused):
         driver.work = [TokenSequence(tokens(count)) for count in (12, 7)]
     for counts, padding, phase in (((9, 5), 3, "prefill"), ((2, 1), 4, "prefill"), ((1, 1), 2, "decode")):
@@ -54,8 +52,8 @@ def test_every_architecture_gives_the_same_numbers(name: str, tmp_path: Path) ->
     assert counters["stats"]["unique_graphs"] > 0
 
 
-def test_layers_share_what_was_traced(tmp_path: Path) -> None:
-    driver = driver_of("qwen3", tmp_path, fused=True)
+def test_layers_share_what_was_traced() -> None:
+    driver = driver_of("qwen3", fused=True)
     sequence = TokenSequence(tokens(40))
     driver.step([(sequence, 9)])
     traced = counters["stats"]["unique_graphs"]
@@ -66,8 +64,8 @@ def test_layers_share_what_was_traced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("breaks", [True, False])
-def test_a_captured_plan_replays_what_the_plain_model_computes(tmp_path: Path, breaks: bool) -> None:
-    plain, fused = (driver_of("qwen3", tmp_path, fused) for fused in (False, True))
+def test_a_captured_plan_replays_what_the_plain_model_computes(breaks: bool) -> None:
+    plain, fused = (driver_of("qwen3", fused) for fused in (False, True))
     sequences = [TokenSequence(tokens(20)) for _ in range(2)]
     step, ids, positions = fused.prepare([(sequences[0], 8)], 4, "prefill")
     _, _, _ = plain.prepare([(sequences[1], 8)], 4, "prefill")
@@ -92,10 +90,10 @@ def test_a_captured_plan_replays_what_the_plain_model_computes(tmp_path: Path, b
         assert report.pinned_bytes >= sum(p.numel() * 4 for p in fused.model.module.model.layers.parameters())
 
 
-def test_a_replaced_weight_is_noticed(tmp_path: Path) -> None:
+def test_a_replaced_weight_is_noticed() -> None:
     from breakgraph.errors import StalePlanError
 
-    driver = driver_of("llama", tmp_path, fused=True)
+    driver = driver_of("llama", fused=True)
     step, ids, positions = driver.prepare([(TokenSequence(tokens(20)), 8)], 0, "prefill")
     inputs = [torch.tensor(values) for values in (ids, positions)]
     with torch.no_grad(), PlanFamily("cpu") as family, use_step(driver.attention.plan(step)):
@@ -106,8 +104,8 @@ def test_a_replaced_weight_is_noticed(tmp_path: Path) -> None:
             plan.replay()
 
 
-def test_a_model_without_a_list_of_layers_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_list_of_layers_is_refused() -> None:
     model = HFModel(tiny_model("llama", "breakgraph"), "llama")
     model.module.model.layers = nn.Sequential(*model.module.model.layers)
     with pytest.raises(ConfigError, match=r"fusion='inductor' compiles a list of 2 layers, and llama .* has none"):
-        fuse(model, tmp_path)
+        fuse(model)
