@@ -19,9 +19,9 @@ from breakgraph.bench.profiler import gpu_busy_ms
 from breakgraph.bench.result import Metric, Row, Scalar
 from breakgraph.bench.timing import Samples, interleaved, paired_ratio
 from breakgraph.bench.workloads import BLOCK_SIZE
-from breakgraph.errors import ConfigError, UnknownNameError
+from breakgraph.errors import ConfigError
 from breakgraph.graph import PlanFamily
-from breakgraph.models import HFModel, load_model
+from breakgraph.models import HFModel, fuse, load_model
 from breakgraph.models.support import build_model
 from breakgraph.runners.base import Forward, Runner
 
@@ -60,10 +60,11 @@ class Setting:
 
 
 def load(setting: Setting, fusion: str) -> HFModel:
-    """The model with random weights. Whatever fuses its operators before they are captured is applied here."""
-    if fusion != "none":
-        raise UnknownNameError("fusion", fusion, ("none",))
-    return load_model(setting.source, dtype=setting.dtype, device=setting.device, seed=setting.config.seed)
+    """The model with random weights, its blocks fused as the engine does it."""
+    model = load_model(setting.source, dtype=setting.dtype, device=setting.device, seed=setting.config.seed)
+    if fusion == "inductor":
+        fuse(model)
+    return model
 
 
 def shape_only(setting: Setting) -> HFModel:
@@ -133,7 +134,6 @@ class StepGroup:
         for family in self.families:
             family.close()
 
-    @torch.inference_mode()
     def compare(self, batch: StepBatch, work: Work, rounds: int) -> dict[str, dict[str, Metric]]:
         """Metrics of each backend on one step: equality of the logits, what was captured, and times on a GPU."""
         runs: dict[str, Callable[[], torch.Tensor]] = {

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from breakgraph.engine.config import DTYPES, EngineConfig
+from breakgraph.engine.config import DTYPES, FUSIONS
 from breakgraph.errors import ConfigError, UnknownNameError
 
-FUSIONS = ("none",)
-"""Ways to fuse a model's operators before they are captured: see :func:`breakgraph.bench.arms.load`."""
 ALL, NONE = "all", "none"
 
 
@@ -136,11 +134,6 @@ class CaptureBench(BenchConfig):
 
 
 KINDS: dict[str, type[BenchConfig]] = {c.kind: c for c in (PrefillBench, DecodeBench, ServeBench, CaptureBench)}
-
-
-def fusion_option(fusion: str) -> dict[str, Any]:
-    """The engine's option for it, where the engine has one."""
-    return {"fusion": fusion} if "fusion" in EngineConfig.__dataclass_fields__ else {}
 
 
 def _check_names(name: str, values: object, known: Sequence[str]) -> None:

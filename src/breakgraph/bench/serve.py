@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from breakgraph.backends import backend_class
 from breakgraph.bench.arms import Setting, describe, give_memory_back, shape_only
 from breakgraph.bench.ceilings import Ceilings, step_work
-from breakgraph.bench.config import ServeBench, fusion_option
+from breakgraph.bench.config import ServeBench
 from breakgraph.bench.result import Metric, Row, Scalar
 from breakgraph.bench.workloads import even_lens, random_prompts
 from breakgraph.engine.llm import LLM
@@ -56,11 +56,11 @@ def open_llm(
             dtype=config.dtype,
             device=config.device,
             seed=config.seed,
+            fusion=fusion,
             attention=attention,
             enable_prefix_caching=False,
             use_tqdm=False,
             **engine_backends(backend),
-            **fusion_option(fusion),
             **options,
         )
     except ConfigError as error:

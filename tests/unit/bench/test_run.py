@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from breakgraph.bench import arms
+from breakgraph.bench.ceilings import step_work
 from breakgraph.bench.config import BenchConfig, CaptureBench, DecodeBench, PrefillBench, ServeBench
 from breakgraph.bench.result import Metric, Result, Row, from_json, to_json
 from breakgraph.bench.run import run_bench, with_ratios
-from breakgraph.errors import ConfigError, ModelNotFoundError, UnknownNameError
+from breakgraph.errors import ConfigError, ModelNotFoundError
 from unit.bench.conftest import TINY_CEILINGS, MakeSetting
 
 SPEED_UNITS = {"ms", "s", "us", "tokens/s", "GB/s", "TFLOP/s"}
@@ -112,7 +113,6 @@ def test_with_ceilings_every_kind_is_timed(
 
 def test_the_time_of_a_batch_is_at_least_that_of_its_steps(tiny_folder: str, make_setting: MakeSetting) -> None:
     from breakgraph.bench.arms import shape_only
-    from breakgraph.bench.ceilings import step_work
     from breakgraph.bench.serve import _roofline_sec
 
     config = ServeBench(model=tiny_folder, num_requests=5, prompt_len=8, answer_len=3, max_num_seqs=3,
@@ -164,9 +164,32 @@ def test_a_backend_that_captures_nothing_has_no_ladder(tiny_folder: str) -> None
         run(small(CaptureBench, tiny_folder, backends=("eager",)))
 
 
-def test_a_fusion_that_nobody_builds_is_refused(tiny_folder: str, make_setting: MakeSetting) -> None:
-    with pytest.raises(UnknownNameError, match="unknown fusion 'inductor'"):
-        arms.load(make_setting(small(PrefillBench, tiny_folder), None), "inductor")
+def test_fused_and_not_are_two_arms(tiny_folder: str, make_setting: MakeSetting) -> None:
+    config = small(PrefillBench, tiny_folder, tokens=(8,), requests=(1,), fusion=("none", "inductor"))
+    rows = run(config)[0].rows
+    arms_found = [(row.params["fusion"], row.params["backend"]) for row in rows]
+    assert arms_found == [(f, b) for f in ("none", "inductor") for b in ("eager", "breakable", "full")]
+    assert all(row.metrics["equals_eager"].value for row in rows if row.params["backend"] != "eager")
+
+
+def test_fusion_leaves_the_work_of_a_step_as_it_was(tiny_folder: str, make_setting: MakeSetting) -> None:
+    setting = make_setting(small(PrefillBench, tiny_folder), None)
+    plain, fused = (step_work(arms.load(setting, fusion), [3, 5], [3, 9]) for fusion in ("none", "inductor"))
+    assert plain == fused
+
+
+def test_an_engine_is_fused_too(tiny_folder: str, make_setting: MakeSetting) -> None:
+    config = small(CaptureBench, tiny_folder, backends=("breakable",), fusion=("inductor",))
+    rows, nodes = run(config)[0].rows, {}
+    plain = run(small(CaptureBench, tiny_folder, backends=("breakable",)))[0].rows
+    for name, of in (("fused", rows), ("plain", plain)):
+        (nodes[name],) = [
+            row.metrics["nodes"].value
+            for row in of
+            if row.name == "bucket" and (row.params["phase"], row.params["bucket"]) == ("prefill", 16)
+        ]
+    assert {row.params["fusion"] for row in rows} == {"inductor"}
+    assert nodes["fused"] < nodes["plain"]  # query, key and value in one product
 
 
 def test_logits_that_are_not_finite_prove_nothing(
