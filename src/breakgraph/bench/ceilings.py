@@ -113,7 +113,7 @@ def _attention_pairs(layer: LayerAttention, q_lens: Sequence[int], seq_lens: Seq
         window = seq_len if layer.window is None else min(layer.window, seq_len)
         first = seq_len - q_len
         # Queries before `window` see all that is before them, the others `window` keys.
-        short = max(0, min(seq_len, window) - first)
+        short = max(0, window - first)
         pairs += short * first + short * (short + 1) // 2 + (q_len - short) * window
         read += min(seq_len, window + q_len - 1)
     return pairs, read

@@ -75,7 +75,8 @@ def test_serving_counts_replays(tiny_folder: str) -> None:
     assert (eager.params["decode_backend"], breakable.params["decode_backend"]) == ("eager", "full")
     assert eager.metrics["graph_hit_rate"].value == 0
     assert breakable.metrics["graph_hit_rate"].value == 100
-    assert breakable.metrics["replays"].value == eager.metrics["eager_steps"].value
+    # Chunks of 16 tokens: three with a prompt in them, and the last one leaves three steps to the last answer.
+    assert breakable.metrics["replays"].value == eager.metrics["eager_steps"].value == 6
     assert breakable.metrics["answer_tokens"].value == 12
 
 
@@ -167,6 +168,8 @@ def test_a_backend_that_captures_nothing_has_no_ladder(tiny_folder: str) -> None
 def test_fused_and_not_are_two_arms(tiny_folder: str, make_setting: MakeSetting) -> None:
     config = small(PrefillBench, tiny_folder, tokens=(8,), requests=(1,), fusion=("none", "inductor"))
     rows = run(config)[0].rows
+    nodes = {row.params["fusion"]: row.metrics["nodes"].value for row in rows if row.params["backend"] == "full"}
+    assert nodes["inductor"] < nodes["none"]
     arms_found = [(row.params["fusion"], row.params["backend"]) for row in rows]
     assert arms_found == [(f, b) for f in ("none", "inductor") for b in ("eager", "breakable", "full")]
     assert all(row.metrics["equals_eager"].value for row in rows if row.params["backend"] != "eager")
@@ -208,6 +211,22 @@ def test_logits_that_are_not_finite_prove_nothing(
         import_module("breakgraph.bench.prefill").measure(make_setting(config, None))
 
 
+def test_a_full_graph_that_differs_is_seen(
+    tiny_folder: str, make_setting: MakeSetting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from breakgraph.backends.full import FullBackend
+
+    config = small(PrefillBench, tiny_folder, tokens=(8,), requests=(1,))
+    replay = FullBackend.replay
+    monkeypatch.setattr(FullBackend, "replay", lambda self, key: 2 * replay(self, key))  # type: ignore[operator]
+    rows = import_module("breakgraph.bench.prefill").measure(make_setting(config, None))
+    metrics = {row.params["backend"]: row.metrics for row in rows}
+    assert metrics["breakable"]["equals_full"].value is False
+    assert metrics["breakable"]["off_full"].value == pytest.approx(0.5, abs=1e-5)
+    assert metrics["breakable"]["equals_eager"].value is True
+    assert metrics["full"]["equals_eager"].value is False
+
+
 def test_kernels_that_add_in_any_order_are_said_so(
     tiny_folder: str, make_setting: MakeSetting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,9 +247,9 @@ def row(backend: str, time: float, fusion: str = "none", attention: str = "trito
 
 def test_ratios_are_to_plain_eager_of_the_same_case() -> None:
     rows = [
-        row("eager", 8.0), row("full", 2.0), row("full", 1.0, fusion="inductor"), row("eager", 4.0, "inductor"),
+        row("eager", 4.0, "inductor"), row("eager", 8.0), row("full", 2.0), row("full", 1.0, fusion="inductor"),
         row("eager", 16.0, attention="flash"), row("full", 2.0, attention="flash"), row("torch.compile", 4.0, "x", "y"),
         row("full", 2.0, tokens=16),
     ]  # fmt: skip
     ratios = [one.metrics.get("eager_over_time") for one in with_ratios(rows)]
-    assert [ratio and ratio.value for ratio in ratios] == [1.0, 4.0, 8.0, 2.0, 1.0, 8.0, 2.0, None]
+    assert [ratio and ratio.value for ratio in ratios] == [2.0, 1.0, 4.0, 8.0, 1.0, 8.0, 2.0, None]

@@ -37,6 +37,7 @@ def test_one_replay_with_its_steps_by_name(family: PlanFamily, device: torch.dev
     # The plan is as it was: replayable, and without the profiler in its host times.
     assert torch.equal(plan.replay(), torch.full((4,), 2.5, device=device))
     assert all(step.host_sec is not None for step in plan.explain().steps)
+    assert plan.num_replays == 7
 
 
 def test_names_are_right_where_a_segment_is_empty(family: PlanFamily, device: torch.device, tmp_path: Path) -> None:
