@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from breakgraph.backends import backend_class
@@ -41,24 +42,27 @@ def _arm(setting: Setting, config: CaptureBench, backend: str, fusion: str, atte
     best: list[Row] = []
     best_sec = float("inf")
     for _ in range(config.rounds):
+        started = time.perf_counter()
         llm = open_llm(setting, backend, fusion, attention, options)
+        start_sec = time.perf_counter() - started
         if llm is None:
             return []
         with llm:
             seconds = sum(runner.stats.capture_sec for runner in llm.engine.runners.values())
             if seconds < best_sec:
-                best, best_sec = _rows(setting, llm, backend, fusion, seconds), seconds
+                times = {"time": seconds, "start": start_sec} if setting.ceilings is not None else {}
+                best, best_sec = _rows(llm, backend, fusion, times), seconds
         del llm
         give_memory_back()
     setting.tell(describe(best[0]))
     return best
 
 
-def _rows(setting: Setting, llm: LLM, backend: str, fusion: str, seconds: float) -> list[Row]:
-    memory, is_timed = llm.memory_report(), setting.ceilings is not None
+def _rows(llm: LLM, backend: str, fusion: str, times: dict[str, float]) -> list[Row]:
+    memory, is_timed = llm.memory_report(), bool(times)
     used = " + ".join(dict.fromkeys(llm.stats()["attention"].values()))
     arm: dict[str, Scalar] = {"backend": backend, "fusion": fusion, "attention": used}
-    rows = [Row(name="capture", params=arm, metrics=_totals(memory, seconds if is_timed else None))]
+    rows = [Row(name="capture", params=arm, metrics=_totals(memory, times))]
     reports = {(key.phase, key.size): report for key, report in llm.explain().items()}
     for bucket in memory.buckets:
         report = reports[bucket.phase, bucket.bucket]
@@ -79,10 +83,9 @@ def _rows(setting: Setting, llm: LLM, backend: str, fusion: str, seconds: float)
     return rows
 
 
-def _totals(memory: MemoryReport, seconds: float | None) -> dict[str, Metric]:
-    metrics = {"buckets": Metric(value=len(memory.buckets), unit="count")}
-    if seconds is not None:
-        metrics = {"time": Metric(value=seconds, unit="s"), **metrics}
+def _totals(memory: MemoryReport, times: dict[str, float]) -> dict[str, Metric]:
+    metrics = {name: Metric(value=seconds, unit="s") for name, seconds in times.items()}
+    metrics["buckets"] = Metric(value=len(memory.buckets), unit="count")
     sizes = {
         "pool": memory.pool_bytes,
         "outputs": memory.output_bytes,

@@ -24,13 +24,14 @@ _NOTES = {
     "decode": "time: attention metadata, body and logits, synchronised; backends take turns; medians; bytes_floor: "
     "weights and KV cache once at the rate of a copy",
     "serve": "all requests at once, greedy, answers of one length; prefix cache off; the first round is not counted",
-    "capture": "time: warm-up and capture of each bucket, the fastest of the rounds; driver: only sums mean something",
+    "capture": "time: warm-up and capture of the buckets, the fastest of the rounds; start: all until the first "
+    "request can run, compiling and loading included; driver: only sums mean something",
 }
 _EXCLUDED = {
     "prefill": ("sampling", "tokenisation"),
     "decode": ("sampling", "tokenisation"),
     "serve": ("tokenisation", "loading", "capture"),
-    "capture": ("loading",),
+    "capture": (),
 }
 
 

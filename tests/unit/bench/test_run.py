@@ -108,6 +108,7 @@ def test_with_ceilings_every_kind_is_timed(
         if floor is not None:
             assert row.metrics[floor].value > 0
             assert row.metrics["over_gpu_busy"].value == row.metrics["time"].value / 0.5
+    assert all(row.metrics["start"].value > row.metrics["time"].value for row in rows if row.name == "capture")
     hosts = [row for row in rows if row.name == "step" and row.metrics["nodes"].value]
     assert all(row.metrics["host"].value > 0 for row in hosts)
 
