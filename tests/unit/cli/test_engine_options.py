@@ -49,6 +49,7 @@ GIVEN = {
     "prefill_backend": ("eager", "eager"),
     "decode_backend": ("breakable", "breakable"),
     "attention": ("sdpa", "sdpa"),
+    "fusion": ("inductor", "inductor"),
     "device": ("cpu", "cpu"),
     "seed": ("3", 3),
     "prefill_request_slots": ("3", 3),
