@@ -30,6 +30,7 @@
     │   ├── UnwrittenReadError               CPU device: pool bytes read that this replay has not written
     │   ├── UndeclaredWriteError             CPU device: a break wrote an argument it does not list in mutates=
     │   └── StaleOutputError                 a borrowed output after a later replay
+    ├── QueueFullError (RuntimeError)        as many requests as may wait are waiting; try again later
     └── ClosedError (RuntimeError)           the plan, family or engine was closed
 
     HazardWarning (UserWarning)              what HazardError would have said, with on_hazard="warn"
@@ -169,6 +170,10 @@ class UndeclaredWriteError(ReplayError):
 
 class StaleOutputError(ReplayError):
     """Borrowed outputs were read after a later replay."""
+
+
+class QueueFullError(BreakgraphError, RuntimeError):
+    """As many requests as may wait are waiting already; nothing was queued."""
 
 
 class ClosedError(BreakgraphError, RuntimeError):

@@ -44,7 +44,7 @@ def add_engine_options(parser: argparse.ArgumentParser, without: Sequence[str] =
         if field.name in without:
             continue
         default = DEFAULT_MODEL if field.name == "model" else field.default
-        _add_flag(group, field, default)
+        add_flag(group, field, default)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +58,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         elif field.name == "ignore_eos":
             group.add_argument("--ignore-eos", action="store_true", help=field.metadata["help"])
         elif field.name != "seed":
-            _add_flag(group, field, field.default)
+            add_flag(group, field, field.default)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**{field.name: getattr(args, field.name) for field in dataclasses.fields(SamplingParams)})
 
 
-def _add_flag(group: Any, field: dataclasses.Field[Any], default: Any) -> None:
+def add_flag(group: Any, field: dataclasses.Field[Any], default: Any) -> None:
     flag = "--" + field.name.replace("_", "-")
     about = field.metadata["help"]
     if field.name == "seed":
