@@ -14,7 +14,7 @@ from breakgraph import __version__
 from breakgraph.server import responses
 from breakgraph.server.errors import ApiError, add_error_handlers
 from breakgraph.server.graphs import graphs_page, graphs_state
-from breakgraph.server.middleware import CheckApiKey, CountResponses, LimitBody
+from breakgraph.server.middleware import AnswerFailures, CheckApiKey, CountResponses, LimitBody
 from breakgraph.server.protocol import ChatRequest, CompletionRequest
 from breakgraph.server.service import Service
 
@@ -53,6 +53,8 @@ def create_app(service: Service) -> FastAPI:
     _add_completions(app, service)
     _add_models(app, service)
     _add_state(app, service)
+    # The one added last sees a request first.
+    app.add_middleware(AnswerFailures)
     app.add_middleware(LimitBody)
     app.add_middleware(CheckApiKey, api_key=service.config.api_key)
     app.add_middleware(CountResponses, metrics=service.engine.metrics)

@@ -17,7 +17,7 @@ from breakgraph.engine.prompts import TokenPrompt, apply_chat_template, encode
 from breakgraph.engine.request import Request
 from breakgraph.engine.sampler import TokenLogprobs
 from breakgraph.engine.sampling import SamplingParams
-from breakgraph.errors import ConfigError
+from breakgraph.errors import ConfigError, PromptTooLongError
 from breakgraph.server.errors import ApiError
 from breakgraph.server.metrics import Metrics
 
@@ -43,6 +43,7 @@ class AsyncEngine:
         self.metrics = metrics
         self._thread = EngineThread(engine, self._publish, max_waiting=max_waiting)
         self._tokenizing = ThreadPoolExecutor(1, "breakgraph-tokenizer")
+        self._max_chars_per_token = max(map(len, self.tokenizer.get_vocab()), default=1)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: dict[str, asyncio.Queue[TokenEvent]] = {}
 
@@ -73,7 +74,16 @@ class AsyncEngine:
         """`function` between two steps."""
         return await asyncio.wrap_future(self._thread.call(function))
 
+    def check_length(self, num_chars: int) -> None:
+        """Raises PromptTooLongError for a text that cannot fit the context, however it is cut into tokens."""
+        max_model_len = self.engine.config.sizes.max_model_len
+        if num_chars > max_model_len * self._max_chars_per_token:
+            raise PromptTooLongError(
+                f"the prompt has {num_chars} characters, more than {max_model_len} tokens can hold; shorten it"
+            )
+
     async def encode(self, text: str) -> TokenPrompt:
+        self.check_length(len(text))
         token_ids = await self._in_tokenizer_thread(lambda: encode(self.tokenizer, text))
         return TokenPrompt(token_ids, text)
 
@@ -81,6 +91,7 @@ class AsyncEngine:
         """Raises ApiError when the template refuses the messages, ConfigError when there is none."""
         from jinja2 import TemplateError
 
+        self.check_length(sum(len(message["content"]) for message in messages))
         model = self.engine.config.model
         try:
             return await self._in_tokenizer_thread(lambda: apply_chat_template(self.tokenizer, messages, model))

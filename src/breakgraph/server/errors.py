@@ -16,6 +16,7 @@ from breakgraph.errors import BreakgraphError, ClosedError, ConfigError, PromptT
 logger = logging.getLogger(__name__)
 
 _BAD_REQUEST = "invalid_request_error"
+_MAX_MESSAGE = 500
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
@@ -41,11 +42,17 @@ class ApiError(Exception):
         self.headers = headers
 
     def body(self) -> dict[str, Any]:
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        param = None if self.param is None else _printable(self.param)
+        return {"error": {"message": _printable(self.message), "type": self.kind, "param": param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)
+
+
+def _printable(text: str) -> str:
+    """What clients sent may be long, or no text at all."""
+    shown = text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
+    return shown.encode(errors="replace").decode()
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -91,10 +98,10 @@ def _join(path: list[str | int]) -> str:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Every exception of every endpoint gets OpenAI's form, unknown paths and methods too."""
+    """Whatever is refused gets OpenAI's form, unknown paths and methods too. All else is for AnswerFailures."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response()
 
-    for kind in (ApiError, RequestValidationError, HTTPException, BreakgraphError, Exception):
+    for kind in (ApiError, RequestValidationError, HTTPException, BreakgraphError):
         app.add_exception_handler(kind, handle)

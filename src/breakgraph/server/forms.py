@@ -42,6 +42,7 @@ class CompletionForm:
         self._echoed = echoed
         self._has_logprobs = has_logprobs
         self._offsets: dict[int, int] = {}
+        self._without_text = frozenset(tokenizer.all_special_ids)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         echoed = self._echoed[index] if self._echoed else ""
@@ -71,7 +72,7 @@ class CompletionForm:
             out["token_logprobs"].append(_finite(token.logprob))
             out["top_logprobs"].append(self._top(token))
             out["text_offset"].append(offset)
-            offset += len(text)
+            offset += 0 if token.token_id in self._without_text else len(text)
         self._offsets[delta.index] = offset
         return out
 

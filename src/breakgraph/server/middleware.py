@@ -1,4 +1,4 @@
-"""What happens to every request before an endpoint sees it: size limit, API key, and the count of responses."""
+"""What happens to every request around its endpoint: size limit, API key, unexpected errors, the count of responses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from breakgraph.server.config import MAX_BODY_BYTES
-from breakgraph.server.errors import ApiError
+from breakgraph.server.errors import ApiError, as_api_error
 from breakgraph.server.metrics import Metrics
 
 _MAX_READ_BYTES = 8 * MAX_BODY_BYTES
@@ -36,6 +36,31 @@ class CountResponses:
             await send(message)
 
         await self._app(scope, receive, counting_send)
+
+
+class AnswerFailures:
+    """500 for an exception that nobody expected; the connection stays usable."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        has_begun = False
+
+        async def watching_send(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watching_send)
+        except Exception as error:
+            if has_begun:
+                raise
+            await as_api_error(error).response()(scope, receive, send)
 
 
 class CheckApiKey:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from breakgraph.engine.sampling import MAX_LOGPROBS, SamplingParams
@@ -20,8 +20,18 @@ _SAMPLING = (
 )
 """Parameters that SamplingParams has by the same name."""
 
+
+def _is_text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("text", "Input should be text, half a surrogate pair is none") from None
+    return value
+
+
+Text = Annotated[str, AfterValidator(_is_text)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
-StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+StopString = Annotated[Text, Field(min_length=1, max_length=1024)]
 
 # Values that ask for nothing, and what to say of the others.
 _UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -111,8 +121,8 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
     prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        Text
+        | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
         | Annotated[TokenIds, Field(min_length=1)]
         | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
@@ -129,13 +139,13 @@ class CompletionRequest(GenerationRequest):
 
 class TextPart(_Body):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ChatMessage(_Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
-    name: str | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
+    name: Text | None = None
 
     def for_template(self) -> dict[str, str]:
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
