@@ -17,12 +17,17 @@ ENGINE = """
     --load-format --max-model-len --max-num-batched-tokens --max-num-seqs --model --no-enable-prefix-caching
     --num-gpu-blocks-override --prefill-backend --prefill-buckets --prefill-request-slots --seed --verify
 """
-SAMPLING = "--ignore-eos --max-tokens --min-p --stop --stop-token-ids --temperature --top-k --top-p"
+SAMPLING = """
+    --frequency-penalty --ignore-eos --logprobs --max-tokens --min-p --n --presence-penalty --repetition-penalty --stop
+    --stop-token-ids --temperature --top-k --top-p
+"""
+SERVER = "--api-key --drain-timeout --host --max-waiting --port --request-timeout --served-model-name"
 OPTIONS = {
     "capture": f"--explain --memory {ENGINE}",
     "demo": "--cache-dir --device",
     "env": "--json",
     "generate": f"--chat --json --prompt --prompt-token-ids {SAMPLING} {ENGINE}",
+    "serve": f"{SERVER} {ENGINE}",
     "verify": f"--json {ENGINE.replace('--verify', '')}",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 from types import FrameType
 
@@ -15,6 +16,9 @@ from breakgraph.server.async_engine import AsyncEngine
 from breakgraph.server.config import ServerConfig
 from breakgraph.server.metrics import Metrics
 from breakgraph.server.service import Service
+
+_BACKLOG = 2048
+"""Connections that the kernel keeps until they are accepted."""
 
 
 def make_service(llm: LLM, config: ServerConfig) -> Service:
@@ -45,10 +49,7 @@ def serve(llm: LLM, config: ServerConfig) -> None:
     """
     service = make_service(llm, config)
     server = make_server(service)
-    try:
-        listening = server.config.bind_socket()
-    except SystemExit:
-        raise ConfigError(f"cannot listen on {config.host} port {config.port}; its log line says why") from None
+    listening = _listen(config.host, config.port)
     host, port = listening.getsockname()[:2]
     print(
         f"serving {service.model} on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True
@@ -61,6 +62,15 @@ def serve(llm: LLM, config: ServerConfig) -> None:
         for number, handler in previous.items():
             signal.signal(number, handler)
         listening.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host} port {port}: {error}; give another --host or --port") from error
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

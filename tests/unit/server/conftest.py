@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ class RunningServer:
         self.llm = llm
         self.service = make_service(llm, config)
         self.server: uvicorn.Server = make_server(self.service)
-        self._socket = self.server.config.bind_socket()
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self._socket]})
@@ -63,6 +64,7 @@ class RunningServer:
     def stop(self) -> None:
         self.server.should_exit = True
         self._thread.join()
+        self._socket.close()
 
     def stats(self) -> dict[str, Any]:
         """Of the engine, between two of its steps."""

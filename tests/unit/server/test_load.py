@@ -47,7 +47,7 @@ def answers(llama_folder: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def small_server(llama_folder: Path) -> Iterator[RunningServer]:
     """With so few blocks that requests preempt each other."""
-    with LLM(str(llama_folder), **SIZES | {"num_gpu_blocks_override": 32}) as llm, running(llm) as server:
+    with LLM(str(llama_folder), **SIZES | {"num_gpu_blocks_override": 20}) as llm, running(llm) as server:
         yield server
 
 
