@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from breakgraph.backends import Backend, make_backend
-from breakgraph.errors import ClosedError, ConfigError, StaleOutputError, VerificationError
+from breakgraph.errors import ClosedError, ConfigError, StaleOutputError, StalePlanError, VerificationError
 from breakgraph.graph import OnHazard, OutputPolicy, PlanFamily, PlanReport, ShapeKey
 from breakgraph.graph.fingerprint import StaticInputs
 from breakgraph.graph.modes import ExecMode
 from breakgraph.graph.tree import Tree, tree_leaves
 from breakgraph.verify import VerifyReport, verify_call
 from breakgraph.verify.call import Call
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _KEY = ShapeKey("capture", 0)
 
@@ -46,11 +49,17 @@ class CapturedGraph:
             ClosedError: the graph was closed.
             StalePlanError: a weight or a static input was replaced or moved, a module changed its mode, the version
                 token differs, or the graph was invalidated: see :meth:`recapture`.
+            RankMismatchError: another rank of the group replays something else. Nothing ran.
             ReplayError: a break broke its contract; the outputs are void, the graph stays usable.
         """
         self._check_open()
         self._outputs = None
-        self._inputs.check()
+        try:
+            self._inputs.check()
+        except StalePlanError as error:
+            if self._family.ranks is not None:
+                self._family.ranks.tell("a replay", error)
+            raise
         self._outputs = self._backend.replay(_KEY)
         return self._outputs
 
@@ -86,8 +95,10 @@ class CapturedGraph:
 
         Raises:
             ClosedError: the graph was closed.
+            ConfigError: it was captured with a group.
         """
         self._check_open()
+        _check_alone(self._family)
         self._outputs = None
         assert self._call is not None, "an open graph has its callable"
         return verify_call(self._call)
@@ -139,6 +150,7 @@ def capture(
     on_hazard: OnHazard = "raise",
     version: Callable[[], object] | None = None,
     verify: bool = False,
+    group: ProcessGroup | None = None,
 ) -> CapturedGraph:
     """Capture ``fn(*static_inputs)`` as CUDA-graph segments with eager breaks between them.
 
@@ -157,17 +169,21 @@ def capture(
             eager break, ``"warn"`` warns and goes on.
         version: Called now and at every replay, which raises when the value differs. Parameters, buffers and modes of
             modules are watched without it.
-        verify: Compare with eager before returning, see :meth:`CapturedGraph.verify`.
+        verify: Compare with eager before returning, see :meth:`CapturedGraph.verify`. Not with ``group``.
+        group: Ranks that capture and replay this together, see :class:`PlanFamily`.
 
     Raises:
-        ConfigError: inputs on several devices or none, or a backend that does not capture.
+        ConfigError: inputs on several devices or none, a backend that does not capture, or a group that cannot be used.
         HazardError: there are hazards, and ``on_hazard`` is "raise", or is "break" and no break can be made.
         CaptureError: nothing was captured; an exception of ``fn``'s own arrives unchanged.
+        RankMismatchError: the ranks of the group do not capture the same, or one of them failed.
         VerificationError: a replay differs from eager; nothing is kept of it.
     """
-    family = PlanFamily(_one_device(fn, static_inputs))
+    family = PlanFamily(_one_device(fn, static_inputs), group)
     mode = ExecMode.current(family.device.torch_device.type)
     try:
+        if verify:
+            _check_alone(family)
         chosen = make_backend(backend, family)
         if not chosen.captures:
             raise ConfigError(f"expected a capturing backend, got {backend!r}; call the function, or use debug_eager")
@@ -191,6 +207,14 @@ def capture(
         family.close()
         raise
     return CapturedGraph(family, chosen, call, capture_it)
+
+
+def _check_alone(family: PlanFamily) -> None:
+    if family.ranks is not None:
+        raise ConfigError(
+            "expected no group= where replays are verified: a rank that finds a difference runs the function more "
+            "often than the others, and its collectives would wait for them; verify a capture without collectives"
+        )
 
 
 def _raise_if_wrong(report: VerifyReport) -> None:

@@ -30,6 +30,7 @@
     │   ├── UnwrittenReadError               CPU device: pool bytes read that this replay has not written
     │   ├── UndeclaredWriteError             CPU device: a break wrote an argument it does not list in mutates=
     │   └── StaleOutputError                 a borrowed output after a later replay
+    ├── RankMismatchError                    ranks want different captures or replays (CaptureError and ReplayError)
     ├── QueueFullError (RuntimeError)        as many requests as may wait are waiting; try again later
     └── ClosedError (RuntimeError)           the plan, family or engine was closed
 
@@ -170,6 +171,13 @@ class UndeclaredWriteError(ReplayError):
 
 class StaleOutputError(ReplayError):
     """Borrowed outputs were read after a later replay."""
+
+
+class RankMismatchError(CaptureError, ReplayError):
+    """The ranks of a group are not about to do the same; raised on each of them. No plan was replayed or kept.
+
+    Of both kinds, so that it is caught by what catches a failed capture around one, and a failed replay around one.
+    """
 
 
 class QueueFullError(BreakgraphError, RuntimeError):

@@ -13,7 +13,8 @@ from breakgraph.errors import UnknownNameError
 
 # Adding an option is a decision: it is written down here.
 ENGINE = """
-    --attention --block-size --cache-dir --decode-backend --decode-buckets --device --dtype --gpu-memory-utilization
+    --attention --block-size --cache-dir --decode-backend --decode-buckets --device --dtype --fusion
+    --gpu-memory-utilization
     --load-format --max-model-len --max-num-batched-tokens --max-num-seqs --model --no-enable-prefix-caching
     --num-gpu-blocks-override --prefill-backend --prefill-buckets --prefill-request-slots --seed --verify
 """

@@ -37,6 +37,8 @@ def folder(tmp_path: Path) -> str:
         {"attention": "sdpa"},
         {"attention": "flash", "decode_backend": "breakable"},
         {"prefill_backend": "debug_eager", "decode_backend": "debug_eager"},
+        {"fusion": "inductor"},
+        {"fusion": "inductor", "prefill_backend": "full"},
     ],
 )
 def test_every_step_has_the_bits_of_a_padded_eager_one(

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 _SAMPLE = "sample:"
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+FUSIONS = ("none", "inductor")
 _BACKENDS = "breakable, full, eager or debug_eager"
 
 # On a CPU every bucket is captured and replayed by emulation: what is small there starts in seconds.
@@ -65,6 +66,10 @@ class EngineConfig:
         metadata={"help": "requests that fit in a full prefill graph, instead of max_num_seqs; more run eagerly"},
     )
     attention: str = field(default="auto", metadata={"help": "auto, sdpa, flash, triton or flashinfer"})
+    fusion: str = field(
+        default="none",
+        metadata={"help": "inductor: compile the layers before they are captured, for fewer kernels; or none"},
+    )
     device: str = field(default="auto", metadata={"help": "auto, cuda, cuda:N, or cpu (emulated, not fast)"})
     seed: int = field(default=0, metadata={"help": "for dummy weights and for requests without a seed"})
     prefill_buckets: Sequence[int] | None = field(default=None, metadata={"help": "captured sizes, in tokens"})
@@ -80,6 +85,7 @@ class EngineConfig:
             raise ConfigError(f"model must be a folder, a preset name or smollm2, got {self.model!r}")
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
+        _check_choice("fusion", self.fusion, FUSIONS)
         _check_int("block_size", self.block_size, 1)
         _check_int("seed", self.seed, 0)
         for name, low in _OPTIONAL_COUNTS.items():

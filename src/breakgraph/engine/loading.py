@@ -43,7 +43,7 @@ def load_engine(config: EngineConfig) -> Engine:
 
     Raises ConfigError (or one of its kinds) for whatever the config asks that cannot be had.
     """
-    from breakgraph.models import load_model, load_tokenizer, resolve_model
+    from breakgraph.models import fuse, load_model, load_tokenizer, resolve_model
 
     _check_backends(config)
     source = resolve_model(config.model, load_format=config.load_format, cache_dir=config.cache_dir)
@@ -51,6 +51,8 @@ def load_engine(config: EngineConfig) -> Engine:
     config = resolve(config, Hardware.detect(config.device), ModelLimits(source.max_position, dtype_name))
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     model = load_model(source, dtype=dtype, device=device, seed=config.seed)
+    if config.fusion == "inductor":
+        fuse(model)
     backends = {"prefill": config.prefill_backend, "decode": config.decode_backend}
     in_graph = [phase for phase, name in backends.items() if backend_class(name).records_breaks]
     attention = make_attention(

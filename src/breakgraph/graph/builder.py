@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -137,6 +137,10 @@ class CaptureBuilder:
                 "breakgraph.constant() is called more often in the capture than in the warm-up; a captured function "
                 "must do the same at every call"
             ) from None
+
+    def unwatched(self, call: Callable[[], Any], reads: Iterable[torch.Tensor]) -> Any:
+        """Run a call whose operators the dispatcher does not show, and which reads these tensors."""
+        return self._session.unwatched(call, reads)
 
     @property
     def is_recording(self) -> bool:

@@ -8,7 +8,7 @@ that factories without a device make.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +92,11 @@ class CpuCapture(CaptureSession):
     def abort(self) -> None:
         self._guard.enabled = False
         self._recorder.tape, self._recorder.pins = None, {}
+
+    def unwatched(self, call: Callable[[], Any], reads: Iterable[torch.Tensor]) -> Any:
+        # An emulated graph is made of operators: the code runs as if it had not been compiled.
+        with torch.compiler.set_stance("force_eager"):
+            return call()
 
     def main_stream(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from breakgraph.errors import CaptureUnavailableError, EmptySegmentError
+from breakgraph.graph.compiled import without_mode
 from breakgraph.graph.cuda_nodes import Driver, Places, known_to, read_graph
 from breakgraph.graph.cuda_pool import CudaPool
 from breakgraph.graph.cuda_record import CudaRecorder
 from breakgraph.graph.device import Block, CaptureSession, Device, Peak, Pool, RecordedCall, Segment
+from breakgraph.graph.effects import tensors_in
 from breakgraph.graph.refusals import Fault, HostReadGuard, cuda_transfer_fault, refuse
 
 
@@ -105,6 +108,13 @@ class CudaCapture(CaptureSession):
             return nullcontext()
         self._recorder.side_streams[current.cuda_stream] = current
         return torch.cuda.stream(self._stream)
+
+    def unwatched(self, call: Callable[[], Any], reads: Iterable[torch.Tensor]) -> Any:
+        self._recorder.note_reads(reads)
+        with without_mode(self._guard), _disable_current_modes():
+            out = call()
+        self._recorder.note_made(tensors_in([out]))
+        return out
 
     def begin(self) -> None:
         graph = torch.cuda.CUDAGraph(keep_graph=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,6 +36,18 @@ class CudaRecorder(TorchDispatchMode):
         """Open a segment."""
         self.enabled, self.pins, self.num_ops = True, {}, 0
 
+    def note_reads(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Pin what is read and was not made in this capture."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._produced and storage._cdata not in self.pins:
+                self._check_storage(storage)
+                self.pins[storage._cdata] = storage
+
+    def note_made(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These were made in this capture."""
+        self._produced.update(t.untyped_storage().data_ptr() for t in tensors if t.is_cuda and t.numel())
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.enabled:
@@ -49,17 +61,11 @@ class CudaRecorder(TorchDispatchMode):
         if fault is not None:
             refuse(fault)
         out = func(*args, **kwargs)
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in given}
-        for address, storage in storages.items():
-            if address not in self._produced and storage._cdata not in self.pins:
-                self._check_storage(storage)
-                self.pins[storage._cdata] = storage
-        fresh = False
-        for tensor in tensors_in(out):
-            address = tensor.untyped_storage().data_ptr()
-            if tensor.is_cuda and address not in storages and tensor.numel():
-                self._produced.add(address)
-                fresh = True
+        self.note_reads(given)
+        storages = {t.untyped_storage().data_ptr() for t in given}
+        made = [t for t in tensors_in(out) if t.untyped_storage().data_ptr() not in storages]
+        self.note_made(made)
+        fresh = any(t.is_cuda and t.numel() for t in made)
         writes = func._schema.is_mutable and any(t.is_cuda and t.numel() for t in given)
         if not func.is_view and not allocates_only(func) and (fresh or writes):
             self.num_ops += 1

@@ -7,7 +7,7 @@ the same rules on the CPU. Everything above this file is written once, for both.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -163,6 +163,10 @@ class CaptureSession(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Drop the open segment, if there is one, and leave the stream not capturing."""
+
+    @abstractmethod
+    def unwatched(self, call: Callable[[], Any], reads: Iterable[torch.Tensor]) -> Any:
+        """Run compiled code in the open segment, see ``compiled.py``; ``reads`` are kept alive as what it reads."""
 
     @abstractmethod
     def main_stream(self) -> AbstractContextManager[Any]:

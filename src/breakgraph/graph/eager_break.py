@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
@@ -35,6 +35,9 @@ class BreakHandler(Protocol):
 
     def constant(self, value: Any, read: Callable[[], Any]) -> Any:
         """The host value of a declared constant; ``read`` reads it from the device."""
+
+    def unwatched(self, call: Callable[[], Any], reads: Iterable[torch.Tensor]) -> Any:
+        """Run a call whose operators the dispatcher does not show, and which reads these tensors."""
 
 
 class _ThreadState(threading.local):

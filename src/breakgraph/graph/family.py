@@ -6,8 +6,8 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,10 +28,14 @@ from breakgraph.graph.leaks import find_holders
 from breakgraph.graph.modes import ExecMode, capture_window
 from breakgraph.graph.outputs import OutputBuffer
 from breakgraph.graph.plan import OutputPolicy, Plan
+from breakgraph.graph.ranks import Ranks
 from breakgraph.graph.report import CaptureCost
 from breakgraph.graph.tree import Tree
 from breakgraph.graph.warm_up import MadeBreaks, warm_up
 from breakgraph.graph.watch import BreakWatcher
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class PlanFamily:
@@ -41,10 +45,16 @@ class PlanFamily:
 
     Args:
         device: Where the captured functions run, e.g. ``"cuda"`` or ``"cpu"`` (emulated).
+        group: Ranks that capture and replay the same plans together, as tensor parallelism needs: what they want is
+            compared before each capture and replay. Its backend has to take CPU tensors; best a group of its own.
+
+    Raises:
+        ConfigError: a device or a group that cannot be used.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, group: ProcessGroup | None = None) -> None:
         self.device: Device = get_device(device)
+        self.ranks = None if group is None else Ranks(group)
         self._pool = self.device.new_pool()
         self._stream = self.device.take_stream()
         self._outputs = OutputBuffer(self.device.torch_device)
@@ -134,17 +144,20 @@ class PlanFamily:
             HazardError: see ``on_hazard``.
             CaptureError: nothing was captured, and pool, random generators, streams and collector are as before. An
                 exception of ``fn``'s own arrives unchanged, with the same effect.
+            RankMismatchError: the ranks of the family's group do not capture the same, or one of them failed.
         """
         _check_options(outputs, on_hazard, warmup)
-        token = None if version is None else version()
         started = time.perf_counter()
+        options = f"{label or 'a plan'} (breaks={breaks}, warmup={warmup}, on_hazard={on_hazard})"
         with (
             self._exclusive("a capture"),
+            nullcontext() if self.ranks is None else self.ranks.capturing(options),
             capture_window(),
             self.device.on_stream(self._stream),
             _autocast_uncached(),
         ):
             self._check_usable()
+            token = None if version is None else version()
             self._begin_replay()
             with _restored(self.device, state) as restore, MadeBreaks() as made:
                 mode = ExecMode.current(self.device.torch_device.type)
@@ -152,12 +165,16 @@ class PlanFamily:
                 places, constants, notes = self._outputs.place(warmed.outputs), warmed.constants, warmed.notes
                 own = warmed.own
                 del warmed
+                if self.ranks is not None:
+                    self.ranks.check_warm_up()
                 before = (self._pool.reserved_bytes, self.device.driver_bytes())
                 builder = self._build(fn, breaks, places, constants)
             cost = self._cost(builder, *before, started)
             steps, pins = builder.hand_over()
             fingerprint = Fingerprint(pins, self._index, own, version, token)
             plan = Plan(self, label, steps, pins, places, mode, outputs, cost, notes, fingerprint)
+            if self.ranks is not None:
+                self.ranks.check_structure(plan)
             self._plans.append(plan)
         return plan
 
@@ -225,6 +242,10 @@ class PlanFamily:
         if active.builder is not None and active.builder.is_recording:
             raise CaptureError(f"{plan.label or 'a plan'} is replayed inside a captured function; call it in a break")
         with self._exclusive("a replay"):
+            if self.ranks is None:
+                plan.check()
+            else:
+                self.ranks.check_replay(plan)
             self._begin_replay()
             yield
             self._last_plan = plan

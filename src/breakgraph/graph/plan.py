@@ -189,12 +189,10 @@ class Plan:
             ClosedError: the plan was closed.
             StalePlanError: a weight that it reads was replaced or moved, a module's mode or the version token changed,
                 or the plan was invalidated. Nothing ran.
+            RankMismatchError: another rank of the family's group replays something else. Nothing ran.
             ReplayError: a break broke its contract. The outputs are void, the plan stays usable; an exception of the
                 break's own arrives unchanged, with the same effect.
         """
-        self._check_open()
-        assert self._fingerprint is not None
-        self._fingerprint.check()
         with self._family.replaying(self):
             with self._mode.apply():
                 launches = self._launches if self._family.watcher is None else self._watched(self._family.watcher)
@@ -232,6 +230,12 @@ class Plan:
                 'failed, or another plan has overwritten them; read them before the next replay or use outputs="copy"'
             )
         return self._places if self._policy == "borrow" else self._copied
+
+    def check(self) -> None:
+        """Raise ClosedError or StalePlanError, as :meth:`replay` does, if the plan cannot be replayed."""
+        self._check_open()
+        assert self._fingerprint is not None
+        self._fingerprint.check()
 
     @property
     def is_closed(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,9 @@ class _EagerWatch:
 
     def constant(self, value: Any, read: Callable[[], Any]) -> Any:
         return read()
+
+    def unwatched(self, call: Callable[[], Any], reads: Iterable[torch.Tensor]) -> Any:
+        return call()
 
     def call_break(
         self, spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwargs: dict[str, Any]

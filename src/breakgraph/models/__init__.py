@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from breakgraph.models.fusion import fuse
     from breakgraph.models.hf import HFModel
     from breakgraph.models.loading import load_model, loading_bars
     from breakgraph.models.presets import PRESETS
@@ -21,6 +22,7 @@ __all__ = [
     "HFModel",
     "ModelSource",
     "check_supported",
+    "fuse",
     "load_model",
     "load_tokenizer",
     "loading_bars",
@@ -32,6 +34,7 @@ _SOURCES = {
     "ModelSource": "source",
     "PRESETS": "presets",
     "check_supported": "support",
+    "fuse": "fusion",
     "load_model": "loading",
     "load_tokenizer": "tokenizer",
     "loading_bars": "loading",

@@ -48,6 +48,13 @@ def _attention(
 AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
+def hide_attention() -> None:
+    """Make Dynamo leave attention alone: it compiles what lies before it and what lies behind it."""
+    import torch._dynamo
+
+    AttentionInterface.register(ATTENTION_NAME, torch._dynamo.disable(_attention))
+
+
 def discover_layers(model: PreTrainedModel) -> tuple[LayerAttention, ...]:
     """What each layer's attention needs, seen by running the model on two tokens (on its own device, or "meta").
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +124,9 @@ class _Counting:
 
     def constant(self, value: Any, read: Callable[[], Any]) -> Any:
         return self._handler.constant(value, read)
+
+    def unwatched(self, call: Callable[[], Any], reads: Iterable[Tensor]) -> Any:
+        return self._handler.unwatched(call, reads)
 
     def call_break(
         self, spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwargs: dict[str, Any]

@@ -83,6 +83,15 @@ def test_every_backend_gives_the_same_tokens(
             assert bool(runner["num_replays_by_bucket"]) is not is_eager
 
 
+def test_fused_layers_give_the_same_tokens(
+    llama_folder: Path, device: torch.device, reference: Reference
+) -> None:
+    prompts = make_prompts(5, seed=1)
+    with LLM(str(llama_folder), device=str(device), **SMALL, fusion="inductor") as llm:
+        assert token_ids(llm, prompts) == [reference(prompt, 10) for prompt in prompts]
+        assert all(not runner["num_eager_steps_by_reason"] for runner in llm.stats()["runners"].values())
+
+
 def test_more_requests_than_slots_run_eagerly_with_the_same_tokens(
     llama_folder: Path, device: torch.device, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

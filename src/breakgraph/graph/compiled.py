@@ -1,0 +1,66 @@
+"""Calls of code that ``torch.compile`` made, inside captures.
+
+Dynamo looks at the modes of the thread before it uses what it has compiled, and kernels that Inductor wrote never pass
+the dispatcher. So the modes of a capture step aside for such a call, and the capture is told what it reads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from breakgraph.graph import eager_break
+from breakgraph.graph.eager_break import active
+
+
+def run_compiled(
+    fn: Callable[..., Any], reads: Callable[[], Iterable[torch.Tensor]], args: Any = (), kwargs: Any = None
+) -> Any:
+    """Call ``fn(*args, **kwargs)``, which ``torch.compile`` made.
+
+    In a capture its kernels go into the segment; marked calls in it are breaks as anywhere. What the operators in
+    between do is not checked there: verify the plan.
+
+    Args:
+        reads: The tensors outside its arguments that it reads, parameters above all; asked for only in a capture. The
+            plan keeps them alive.
+    """
+    builder = active.builder
+    if builder is None or not builder.is_recording:
+        return fn(*args, **(kwargs or {}))
+    return builder.unwatched(lambda: fn(*args, **(kwargs or {})), reads())
+
+
+@functools.cache
+def hide_breaks() -> None:
+    """Make Dynamo leave marked calls alone: it compiles what lies before them and what lies behind them."""
+    import torch._dynamo
+
+    eager_break._call = torch._dynamo.disable(eager_break._call)
+
+
+@contextmanager
+def without_mode(mode: TorchFunctionMode) -> Iterator[None]:
+    """Take one function mode off the thread's stack for a while; those above it stay."""
+    stack = _get_current_function_mode_stack()
+    index = next((i for i, other in enumerate(stack) if other is mode), None)
+    if index is None:
+        yield
+        return
+    _replace_top(stack[index:], stack[index + 1 :])
+    try:
+        yield
+    finally:
+        _replace_top(stack[index + 1 :], stack[index:])
+
+
+def _replace_top(old: list[TorchFunctionMode], new: list[TorchFunctionMode]) -> None:
+    for _ in old:
+        _pop_mode()
+    for mode in new:
+        _push_mode(mode)
