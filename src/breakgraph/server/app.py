@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -45,7 +46,7 @@ def create_app(service: Service) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await service.engine.start()
         yield
-        await service.engine.close()
+        await asyncio.to_thread(service.engine.close)
 
     # The pages that show an API load their scripts from elsewhere.
     app = FastAPI(title="breakgraph", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -65,9 +66,9 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def close(self) -> None:
-        """Ends what still runs, and both threads."""
-        await asyncio.to_thread(self._thread.close)
+    def close(self) -> None:
+        """Ends what still runs, and both threads. Waits for the step under way. A second call does nothing."""
+        self._thread.close()
         self._tokenizing.shutdown()
 
     async def call(self, function: Callable[[Engine], T]) -> T:
@@ -127,7 +128,7 @@ class AsyncEngine:
     def _publish(self, events: list[TokenEvent]) -> None:
         """In the engine's thread: one wake-up of the loop a step."""
         assert self._loop is not None, "start() comes first"
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # a loop that was closed has nobody who waits
             self._loop.call_soon_threadsafe(self._deliver, events)
 
     def _deliver(self, events: list[TokenEvent]) -> None:

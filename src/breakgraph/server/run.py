@@ -59,6 +59,7 @@ def serve(llm: LLM, config: ServerConfig) -> None:
     try:
         server.run(sockets=[listening])
     finally:
+        service.engine.close()  # a second Ctrl-C leaves it open
         for number, handler in previous.items():
             signal.signal(number, handler)
         listening.close()

@@ -54,6 +54,7 @@ GIVEN = {
     "prefill_request_slots": ("3", 3),
     "prefill_buckets": ("8,16", (8, 16)),
     "decode_buckets": ("1,2", (1, 2)),
+    "fusion": ("inductor", "inductor"),
     "verify": ("sample:0.5", "sample:0.5"),
     "cache_dir": ("/somewhere", "/somewhere"),
     "enable_prefix_caching": (None, False),

@@ -19,7 +19,7 @@ import pytest
 import breakgraph
 from breakgraph import LLM
 from breakgraph.engine.request import Request
-from breakgraph.errors import ConfigError
+from breakgraph.errors import ClosedError, ConfigError
 from breakgraph.server.config import ServerConfig
 from breakgraph.server.run import make_service
 from unit.server.conftest import MODEL, SIZES, RunningServer, running
@@ -129,6 +129,23 @@ def test_a_failed_step_is_a_500_for_its_requests_and_shows_in_health(
         assert http.post(COMPLETION, json=LONG | {"max_tokens": 2}).status_code == 200
         assert http.get("/health").status_code == 200
         server.assert_idle()
+
+
+def test_what_does_not_end_in_time_is_dropped_at_the_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(llm, drain_timeout=0) as server:
+        gate = Gate(llm.engine, monkeypatch)
+        connection = open_stream(server, LONG)
+        wait_until(lambda: server.service.engine._thread.num_live == 1)
+        server.server.should_exit = True
+        wait_until(lambda: server.service.engine._queues == {})
+        gate.allow(1)
+        server.stop()
+        with pytest.raises(ClosedError):
+            server.stats()
+    connection.close()
+    stats = llm.stats()
+    assert (stats["num_running"], stats["num_waiting"]) == (0, 0)
+    assert stats["num_free_kv_blocks"] == stats["num_kv_blocks"] - 1
 
 
 def test_the_api_key_guards_v1_and_nothing_else(llm: LLM) -> None:
