@@ -22,8 +22,10 @@ SAMPLING = """
     --frequency-penalty --ignore-eos --logprobs --max-tokens --min-p --n --presence-penalty --repetition-penalty --stop
     --stop-token-ids --temperature --top-k --top-p
 """
+LOAD = "--api-key --max-tokens --num-requests --prompt-spread --prompt-words --rate --seed --shared --url"
 SERVER = "--api-key --drain-timeout --host --max-waiting --port --request-timeout --served-model-name"
 OPTIONS = {
+    "bench": f"what --json {LOAD}",
     "capture": f"--explain --memory {ENGINE}",
     "demo": "--cache-dir --device",
     "env": "--json",

@@ -51,6 +51,7 @@ STDLIB_AND_TORCH_ONLY = {"graph"}
 LAZY_ONLY = {"gguf"}
 # The extra `server`, and what comes with it and with torch. `breakgraph serve` alone loads the package that needs them.
 SERVER_ONLY = {"fastapi", "jinja2", "prometheus_client", "pydantic", "pydantic_core", "starlette"} | {
+    "httpx",
     "typing_extensions",
     "uvicorn",
 }
