@@ -69,7 +69,7 @@ PARAMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"temperature": 1.5, "seed": 3, "min_p": 0.4},
     ),
     "presence": ({"presence_penalty": 2.0}, {"presence_penalty": 2.0}),
-    "frequency": ({"frequency_penalty": 1.5}, {"frequency_penalty": 1.5}),
+    "frequency": ({"frequency_penalty": -2.0}, {"frequency_penalty": -2.0}),
     "repetition": ({"extra_body": {"repetition_penalty": 1.8}}, {"repetition_penalty": 1.8}),
     "n": ({"temperature": 1.5, "seed": 3, "n": 3}, {"temperature": 1.5, "seed": 3, "n": 3}),
     "stop": ({"stop": ["?+"]}, {"stop": ["?+"]}),

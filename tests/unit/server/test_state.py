@@ -85,7 +85,7 @@ def test_what_a_page_shows_is_escaped() -> None:
                 "num_replays": 0,
                 "num_eager_steps": 3,
                 "hit_rate": 0.0,
-                "num_eager_steps_by_reason": {"backend_eager": 3},
+                "num_eager_steps_by_reason": {"backend_eager": 3, "<b>": 1},
                 "num_padded_tokens": 0,
                 "buckets": [],
             }
