@@ -17,6 +17,9 @@ from breakgraph.graph.device import RecordedCall
 from breakgraph.graph.family import PlanFamily
 from breakgraph.graph.tree import Tree
 
+_HELD = 256
+"""More than a capture frees, so that the host memory it had is not handed out again."""
+
 Recording = Sequence[Sequence[RecordedCall]]
 """The calls of each step of a plan."""
 
@@ -112,9 +115,12 @@ def audit(
     """
     functions = [make(0), make(1)]  # both alive, so that their tensors lie at different addresses
     captured: list[Recording] = []
+    held: list[torch.Tensor] = []
     for fn in (*functions, *functions):
         with PlanFamily(device) as family:
             captured.append(family.capture(fn, breaks=breaks).recorded())
+        # What lies between fields is often the address of a tensor object: the next capture's are elsewhere.
+        held += [torch.empty(0) for _ in range(_HELD)]
     one, other, one_again, other_again = captured
     return compare(one, other, declared, repeats=[(one, one_again), (other, other_again)])
 
