@@ -25,11 +25,11 @@ SAMPLING = """
 LOAD = "--api-key --max-tokens --num-requests --prompt-spread --prompt-words --rate --seed --shared --url"
 SERVER = "--api-key --drain-timeout --host --max-waiting --port --request-timeout --served-model-name"
 OPTIONS = {
-    "bench": f"what --json {LOAD}",
     "capture": f"--explain --memory {ENGINE}",
     "demo": "--cache-dir --device",
     "env": "--json",
     "generate": f"--chat --json --prompt --prompt-token-ids {SAMPLING} {ENGINE}",
+    "load": f"--json {LOAD}",
     "serve": f"{SERVER} {ENGINE}",
     "verify": f"--json {ENGINE.replace('--verify', '')}",
 }

@@ -1,4 +1,4 @@
-"""`breakgraph bench serve`: sends load to a running server and prints what its clients saw."""
+"""`breakgraph load`: sends load to a running server and prints what its clients saw."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ def add_parser(subparsers: Any) -> None:
     from breakgraph.server.load import Load
 
     parser = subparsers.add_parser(
-        "bench",
-        help="measure a running server",
+        "load",
+        help="send load to a running server",
         description="Send load to a running server and print latencies, throughput and how many steps ran as graphs. "
         "Exit code 0: every request was answered, 1: some were not.",
         allow_abbrev=False,
     )
-    parser.add_argument("what", choices=("serve",), help="serve: a server that `breakgraph serve` started")
     for field in dataclasses.fields(Load):
         options.add_flag(parser, field, field.default)
     parser.add_argument("--api-key", help=f"what the server wants as bearer token (or set {KEY_VARIABLE})")
@@ -39,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     import asyncio
 
     if find_spec("httpx") is None:
-        raise ConfigError("bench needs httpx; run: pip install 'breakgraph[server]'")
+        raise ConfigError("load needs httpx; run: pip install 'breakgraph[server]'")
     from breakgraph.server.drive import run_load
     from breakgraph.server.load import Load
 

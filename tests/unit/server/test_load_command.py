@@ -75,7 +75,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
 
 
 def test_it_drives_a_server_and_says_what_it_saw(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["bench", "serve", "--url", server.url, *SMALL, "--max-tokens", "5"]
+    argv = ["load", "--url", server.url, *SMALL, "--max-tokens", "5"]
     assert main([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["num_answered"], found["num_failed_by_reason"]) == (12, {})
@@ -93,7 +93,7 @@ def test_it_drives_a_server_and_says_what_it_saw(server: RunningServer, capsys: 
 def test_requests_that_fail_are_counted_and_end_with_1(
     server: RunningServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "serve", "--url", server.url, *SMALL, "--max-tokens", "1000", "--json"]) == 1
+    assert main(["load", "--url", server.url, *SMALL, "--max-tokens", "1000", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["num_answered"], found["num_failed_by_reason"]) == (0, {"status 400": 12})
     assert found["ttft_ms"] is None
@@ -108,5 +108,5 @@ def test_requests_that_fail_are_counted_and_end_with_1(
     ],
 )
 def test_no_server_is_one_line(url: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", "--url", url]) == 2
+    assert main(["load", "--url", url]) == 2
     assert capsys.readouterr().err.startswith(f"breakgraph: {message}")
