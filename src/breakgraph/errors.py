@@ -31,6 +31,7 @@
     │   ├── UndeclaredWriteError             CPU device: a break wrote an argument it does not list in mutates=
     │   └── StaleOutputError                 a borrowed output after a later replay
     ├── RankMismatchError                    ranks want different captures or replays (CaptureError and ReplayError)
+    ├── QueueFullError (RuntimeError)        as many requests as may wait are waiting; try again later
     └── ClosedError (RuntimeError)           the plan, family or engine was closed
 
     HazardWarning (UserWarning)              what HazardError would have said, with on_hazard="warn"
@@ -177,6 +178,10 @@ class RankMismatchError(CaptureError, ReplayError):
 
     Of both kinds, so that it is caught by what catches a failed capture around one, and a failed replay around one.
     """
+
+
+class QueueFullError(BreakgraphError, RuntimeError):
+    """As many requests as may wait are waiting already; nothing was queued."""
 
 
 class ClosedError(BreakgraphError, RuntimeError):

@@ -18,8 +18,13 @@ ENGINE = """
     --load-format --max-model-len --max-num-batched-tokens --max-num-seqs --model --no-enable-prefix-caching
     --num-gpu-blocks-override --prefill-backend --prefill-buckets --prefill-request-slots --seed --verify
 """
-SAMPLING = "--ignore-eos --max-tokens --min-p --stop --stop-token-ids --temperature --top-k --top-p"
 BENCH = "--attention --backends --device --dtype --fusion --model --out --peers --rounds --seed"
+SAMPLING = """
+    --frequency-penalty --ignore-eos --logprobs --max-tokens --min-p --n --presence-penalty --repetition-penalty --stop
+    --stop-token-ids --temperature --top-k --top-p
+"""
+LOAD = "--api-key --max-tokens --num-requests --prompt-spread --prompt-words --rate --seed --shared --url"
+SERVER = "--api-key --drain-timeout --host --max-waiting --port --request-timeout --served-model-name"
 OPTIONS = {
     "bench": "kind",
     "bench capture": f"""
@@ -32,7 +37,9 @@ OPTIONS = {
     "demo": "--cache-dir --device",
     "env": "--json",
     "generate": f"--chat --json --prompt --prompt-token-ids {SAMPLING} {ENGINE}",
+    "load": f"--json {LOAD}",
     "report": "files --format --out",
+    "serve": f"{SERVER} {ENGINE}",
     "verify": f"--json {ENGINE.replace('--verify', '')}",
 }
 

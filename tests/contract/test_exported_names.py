@@ -24,7 +24,7 @@ PUBLIC = [
     "errors",
     "mark_eager",
 ]
-HEAVY = ("torch", "transformers", "numpy", "rich", "tqdm")
+HEAVY = ("torch", "transformers", "numpy", "rich", "tqdm", "fastapi", "prometheus_client", "pydantic", "uvicorn")
 
 
 def loaded_after(statement: str) -> str:

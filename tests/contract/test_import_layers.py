@@ -24,7 +24,8 @@ LAYERS: dict[str, set[str]] = {
     "api": {"graph", "backends", "verify"},
     "bench": _ENGINE_AND_BELOW,
     "report": {"bench"},
-    "cli": _ENGINE_AND_BELOW | {"api", "bench", "report"},
+    "server": _ENGINE_AND_BELOW,
+    "cli": _ENGINE_AND_BELOW | {"api", "bench", "report", "server"},
     "__init__": _ENGINE_AND_BELOW | {"api"},
     "__main__": {"cli"},
 }
@@ -47,7 +48,13 @@ FORBIDDEN_PACKAGES = {
 }
 STDLIB_AND_TORCH_ONLY = {"graph"}
 # Absent from GPU machines that run these layers, so at most imported where they are used.
-LAZY_ONLY = {"gguf", "pydantic", "fastapi"}
+LAZY_ONLY = {"gguf"}
+# The extra `server`, and what comes with it and with torch. `breakgraph serve` alone loads the package that needs them.
+SERVER_ONLY = {"fastapi", "jinja2", "prometheus_client", "pydantic", "pydantic_core", "starlette"} | {
+    "httpx",
+    "typing_extensions",
+    "uvicorn",
+}
 # Triton comes with the CUDA builds of torch, not with the CPU ones; FlashInfer and matplotlib are extras; vLLM is
 # compared with where it is installed.
 OPTIONAL = {"flashinfer", "matplotlib", "triton", "vllm"}
@@ -84,6 +91,8 @@ def third_party_fault(module: Module, item: Import, declared: set[str]) -> str |
     where = f"{module.where(item.line)} imports {package}"
     if unit in STDLIB_AND_TORCH_ONLY and package != "torch":
         return f"{where}: {unit} uses torch and the standard library only"
+    if package in SERVER_ONLY:
+        return None if unit == "server" else f"{where}: only server may"
     if package in FORBIDDEN_PACKAGES.get(unit, ()):
         return f"{where}: {unit} must not"
     if package in LAZY_ONLY and not item.lazy and unit != "cli":
@@ -145,6 +154,8 @@ def test_result_schema_and_cli_modules_load_without_torch() -> None:
         ("breakgraph.runners.base", "from breakgraph.backends.full import FullBackend"),
         ("breakgraph.engine.llm", "from breakgraph import capture"),
         ("breakgraph.engine.llm", "from breakgraph.cli import main"),
+        ("breakgraph.engine.llm", "from breakgraph.server import app"),
+        ("breakgraph.server.app", "from breakgraph.bench import result"),
         ("breakgraph.report.render", "from breakgraph.bench import timing"),
     ],
 )
@@ -176,6 +187,9 @@ def test_a_right_layer_is_left_alone(name: str, text: str) -> None:
         ("breakgraph.report.render", "import torch.nn"),
         ("breakgraph.models.weights", "import gguf"),
         ("breakgraph.models.weights", "import left_pad"),
+        ("breakgraph.engine.llm", "def f():\n    import fastapi"),
+        ("breakgraph.cli.serve", "from pydantic import BaseModel"),
+        ("breakgraph.server.app", "import left_pad"),
     ],
 )
 def test_a_wrong_package_is_seen(name: str, text: str) -> None:

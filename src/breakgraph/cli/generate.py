@@ -67,8 +67,8 @@ def _chat(llm: LLM, messages: list[str], params: Any) -> list[RequestOutput]:
 
 
 def _print_text(outputs: list[RequestOutput], *, has_text: bool) -> None:
-    for number, output in enumerate(outputs, start=1):
-        if len(outputs) > 1:
-            print(f"--- {number} of {len(outputs)}")
-        completion = output.outputs[0]
+    completions = [completion for output in outputs for completion in output.outputs]
+    for number, completion in enumerate(completions, start=1):
+        if len(completions) > 1:
+            print(f"--- {number} of {len(completions)}")
         print(completion.text if has_text else ",".join(map(str, completion.token_ids)))

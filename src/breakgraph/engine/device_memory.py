@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from breakgraph.engine.sampler import Sampler
-from breakgraph.engine.sampling import SamplingParams
+from breakgraph.engine.sampler import History, Sampler, token_logprobs
+from breakgraph.engine.sampling import MAX_LOGPROBS, SamplingParams
 from breakgraph.graph import Peak, get_device
 from breakgraph.runners.memory import PhaseMemory
 
@@ -107,17 +107,23 @@ def _largest(peaks: Any) -> int | None:
 
 
 def measure_sampler(device: torch.device, max_num_seqs: int, vocab_size: int, dtype: torch.dtype) -> Peak:
-    """What sampling takes for `max_num_seqs` requests that use every filter. Empty on the emulated device."""
+    """What sampling takes for `max_num_seqs` requests that use every filter, penalties and log probabilities.
+
+    Empty on the emulated device.
+    """
     measuring = get_device(device)
     if measuring.emulated:
         return Peak()
     logits_RV = torch.zeros(max_num_seqs, vocab_size, dtype=dtype, device=device)
     rows = list(range(max_num_seqs))
-    params = [SamplingParams(temperature=1.0, top_p=0.5, top_k=max(1, vocab_size // 2), min_p=0.1)] * max_num_seqs
+    filters = {"top_p": 0.5, "top_k": max(1, vocab_size // 2), "min_p": 0.1}
+    params = [SamplingParams(repetition_penalty=1.1, **filters)] * max_num_seqs  # type: ignore[arg-type]
+    histories = [History([0], [0])] * max_num_seqs
     sampler = Sampler(device, seed=0)
 
     def sample() -> None:
-        sampler.sample(logits_RV[rows], params, [None] * max_num_seqs)
+        drawn = sampler.sample(logits_RV[rows], params, [None] * max_num_seqs, histories)
+        token_logprobs(logits_RV[rows], drawn, [MAX_LOGPROBS] * max_num_seqs)
 
     sample()
     return measuring.peak_of(sample)

@@ -16,7 +16,7 @@ from breakgraph.engine.device_memory import MemoryPlan
 from breakgraph.engine.kv_cache import num_blocks_for
 from breakgraph.engine.memory_report import MemoryReport, memory_report
 from breakgraph.engine.request import Request
-from breakgraph.engine.sampler import Sampler
+from breakgraph.engine.sampler import History, Sampler, TokenLogprobs, token_logprobs
 from breakgraph.engine.sampling import SamplingParams
 from breakgraph.engine.scheduler import ScheduledStep, Scheduler
 from breakgraph.engine.stats import engine_stats
@@ -137,9 +137,22 @@ class Engine:
         return self.verified
 
     def make_request(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+        *,
+        index: int = 0,
+        with_text: bool = True,
     ) -> Request:
-        """Checks a request and makes it ready for `add`.
+        """Checks a request and makes it ready for `add`. Changes nothing, so any thread may call it at any time.
+
+        Args:
+            prompt_token_ids: the prompt.
+            params: how to answer. Each of the n answers is a request of its own.
+            prompt: the text that the prompt was made from, if any.
+            index: which of the n answers; a seed is raised by it.
+            with_text: whether the request makes text of its tokens; without, it has token ids only.
 
         Raises EmptyPromptError, PromptTooLongError, RequestTooLargeError, PromptError (a token id that the model does
         not have), or ConfigError (stop strings without a tokenizer).
@@ -150,6 +163,7 @@ class Engine:
             raise ConfigError(f"stop={list(params.stop_strings)} needs a tokenizer, {self.config.model} has none here; "
                               "use stop_token_ids")  # fmt: skip
         max_model_len = self.config.sizes.max_model_len
+        tokenizer = self.tokenizer if with_text else None
         request = Request(
             request_id=next(self._request_ids),
             prompt=prompt,
@@ -157,8 +171,9 @@ class Engine:
             params=params,
             max_total_tokens=min(len(prompt_token_ids) + params.max_tokens, max_model_len),
             eos_token_ids=self.facts.eos_token_ids,
-            detokenizer=None if self.tokenizer is None else Detokenizer(self.tokenizer, prompt_token_ids),
-            generator=None if params.seed is None else self.sampler.make_generator(params.seed),
+            index=index,
+            detokenizer=None if tokenizer is None else Detokenizer(tokenizer, prompt_token_ids),
+            generator=None if params.seed is None else self.sampler.make_generator(_wrap_int64(params.seed + index)),
         )
         self.scheduler.check_fits(request)
         return request
@@ -181,7 +196,8 @@ class Engine:
         runner = self.runners["decode" if step.is_decode else "prefill"]
         batch = build_batch(step, self.config.block_size)
         logits = runner.run(batch) if self.live_check is None else self.live_check.run(runner, batch)
-        return self.scheduler.commit(step, self._sample(step, logits))
+        token_ids = self._sample(step, logits)
+        return self.scheduler.commit(step, token_ids, self._logprobs(step, logits, token_ids))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drops requests and gives up their blocks; unknown ids are ignored."""
@@ -249,11 +265,34 @@ class Engine:
         requests = [step.rows[i].request for i in wanted]
         if len(wanted) < len(step.rows):
             logits_RV = logits_RV[wanted]
-        drawn = self.sampler.sample(logits_RV, [r.params for r in requests], [r.generator for r in requests])
+        params, generators = [r.params for r in requests], [r.generator for r in requests]
+        histories: list[History] = []
+        if any(p.has_penalties for p in params):
+            histories = [History(r.prompt_token_ids, r.output_token_ids) for r in requests]
+        drawn = self.sampler.sample(logits_RV, params, generators, histories)
         for i, token_id in zip(wanted, drawn, strict=True):
             token_ids[i] = token_id
         return token_ids
 
+    def _logprobs(
+        self, step: ScheduledStep, logits_RV: Any, token_ids: Sequence[int | None]
+    ) -> dict[int, TokenLogprobs]:
+        """By row, for those that got a token and ask for them."""
+        num_top = {
+            i: row.request.params.logprobs
+            for i, row in enumerate(step.rows)
+            if row.request.params.logprobs is not None and row.needs_sample
+        }
+        if not num_top:
+            return {}
+        rows = list(num_top)
+        chosen = [token_id for i in rows if (token_id := token_ids[i]) is not None]
+        return dict(zip(rows, token_logprobs(logits_RV[rows], chosen, list(num_top.values())), strict=True))
+
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the engine was closed; make a new LLM")
+
+
+def _wrap_int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ from breakgraph.engine.config import EngineConfig
 from breakgraph.engine.engine import CaptureProgress
 from breakgraph.engine.loading import load_engine
 from breakgraph.engine.outputs import RequestOutput
-from breakgraph.engine.prompts import Prompt, TokenPrompt, as_prompt_list, tokenize
+from breakgraph.engine.prompts import Prompt, TokenPrompt, apply_chat_template, as_prompt_list, encode, tokenize
 from breakgraph.engine.sampling import SamplingParams
 from breakgraph.errors import ConfigError, UnknownNameError
 from breakgraph.runners import Runner
@@ -154,8 +155,12 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = _one_each(sampling_params, len(prompts))
-        requests = [self.engine.make_request(p.token_ids, s, p.text) for p, s in zip(prompts, params, strict=True)]
-        with tqdm(total=len(requests), desc="generate", unit="prompt", disable=None if use_tqdm else True) as bar:
+        answers = [
+            [self.engine.make_request(p.token_ids, s, p.text, index=index) for index in range(s.n)]
+            for p, s in zip(prompts, params, strict=True)
+        ]
+        requests = [request for group in answers for request in group]
+        with tqdm(total=len(requests), desc="generate", unit="answer", disable=None if use_tqdm else True) as bar:
             try:
                 for request in requests:
                     self.engine.add(request)
@@ -164,26 +169,24 @@ class LLM:
             except BaseException:
                 self.engine.abort([request.request_id for request in requests])
                 raise
-        return [request.output() for request in requests]
+        return [_merged([request.output() for request in group]) for group in answers]
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._need_tokenizer("text prompts")(text).input_ids)
+        return encode(self._need_tokenizer("text prompts"), text)
 
     def _apply_template(self, conversation: Sequence[Message]) -> TokenPrompt:
-        tokenizer = self._need_tokenizer("chat")
-        if not tokenizer.chat_template:
-            raise ConfigError(
-                f"the tokenizer of {self.config.model} has no chat template; use generate with a whole prompt"
-            )
-        text = tokenizer.apply_chat_template(list(conversation), tokenize=False, add_generation_prompt=True)
-        # The template writes the special tokens itself.
-        return TokenPrompt(list(tokenizer(text, add_special_tokens=False).input_ids), text)
+        return apply_chat_template(self._need_tokenizer("chat"), conversation, self.config.model)
 
     def _need_tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:
             why = "load_format='dummy' has none" if self.config.load_format == "dummy" else "the model folder has none"
             raise ConfigError(f'{what} need a tokenizer, and {why}; pass token ids: {{"prompt_token_ids": [1, 2, 3]}}')
         return self.tokenizer
+
+
+def _merged(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """One output with the answers of all."""
+    return dataclasses.replace(outputs[0], outputs=[completion for output in outputs for completion in output.outputs])
 
 
 def _one_each(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from breakgraph.engine.sampler import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -16,6 +20,8 @@ class CompletionOutput:
     """"stop" (end of sequence, stop string or stop token), "length" (max_tokens or the context), "abort"."""
     stop_reason: int | str | None
     """The stop string or stop token that ended it; None for the end of sequence."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of `token_ids`; None when they were not asked for."""
 
 
 @dataclass(frozen=True)

@@ -47,5 +47,19 @@ def tokenize(prompt: Prompt, encode: Callable[[str], list[int]]) -> TokenPrompt:
     raise PromptError(f"a prompt must be text, a list of token ids, or a dict with either, got {prompt!r:.200}")
 
 
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a prompt, with what the tokenizer puts before every text."""
+    return list(tokenizer(text).input_ids)
+
+
+def apply_chat_template(tokenizer: Any, conversation: Sequence[Mapping[str, Any]], model: str) -> TokenPrompt:
+    """The prompt for the next message of a conversation. Raises ConfigError when `model` has no chat template."""
+    if not tokenizer.chat_template:
+        raise ConfigError(f"the tokenizer of {model} has no chat template; use generate with a whole prompt")
+    text = tokenizer.apply_chat_template(list(conversation), tokenize=False, add_generation_prompt=True)
+    # The template writes the special tokens itself.
+    return TokenPrompt(list(tokenizer(text, add_special_tokens=False).input_ids), text)
+
+
 def _is_int(value: object) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool)

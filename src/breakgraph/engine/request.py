@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from breakgraph.engine.prefix_cache import PrefixNode
+    from breakgraph.engine.sampler import TokenLogprobs
 
 
 class RequestStatus(Enum):
@@ -36,6 +37,8 @@ class Request:
     params: SamplingParams
     max_total_tokens: int
     """Prompt and answer together: max_tokens, cut to the context."""
+    index: int = 0
+    """Which of the n answers to its prompt this is."""
     adapter_id: str | None = None
     """Requests share cached blocks only with those of the same adapter; None is the model alone."""
     eos_token_ids: frozenset[int] = frozenset()
@@ -43,6 +46,8 @@ class Request:
     generator: torch.Generator | None = None
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One an output token if the params ask for them, else none."""
     num_computed_tokens: int = 0
     """Tokens whose KV is in the cache; 0 again when the request is preempted."""
     num_cached_tokens: int | None = None
@@ -82,9 +87,11 @@ class Request:
             return self.output_token_ids[start - num_prompt : end - num_prompt]
         return self.prompt_token_ids[start:end] + self.output_token_ids[: max(0, end - num_prompt)]
 
-    def append_token(self, token_id: int) -> None:
+    def append_token(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
         """Takes a sampled token and decides whether it is the last one (`finish_reason`)."""
         self.output_token_ids.append(token_id)
+        if logprobs is not None:
+            self.output_logprobs.append(logprobs)
         if not self.params.ignore_eos and token_id in self.eos_token_ids:
             self.finish_reason = "stop"
         elif token_id in (self.params.stop_token_ids or ()):
@@ -120,11 +127,12 @@ class Request:
         """What the caller gets. Only once, and only after the request has finished."""
         assert self.is_finished, f"request {self.request_id} is {self.status.value}"
         completion = CompletionOutput(
-            index=0,
+            index=self.index,
             text=self._final_text(),
             token_ids=list(self.output_token_ids),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            logprobs=None if self.params.logprobs is None else list(self.output_logprobs),
         )
         return RequestOutput(
             request_id=self.request_id,

@@ -1,17 +1,40 @@
 """From logits to token ids. Knows nothing about requests, text or batches.
 
-Shapes: R rows (requests), V vocabulary.
+Shapes: R rows (requests), V vocabulary, L tokens of the longest history, K alternatives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from breakgraph.engine.sampling import SamplingParams
 from breakgraph.errors import BreakgraphError
+
+
+@dataclass(frozen=True)
+class History:
+    """The tokens of one row so far, for penalties."""
+
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's probabilities for one token of an answer.
+
+    They come from the logits as the model gives them, before penalties, temperature and filters.
+    """
+
+    token_id: int
+    logprob: float
+    top_token_ids: list[int]
+    """The likeliest tokens, the most likely first; the chosen one need not be among them."""
+    top_logprobs: list[float]
 
 
 class Sampler:
@@ -29,13 +52,24 @@ class Sampler:
         return torch.Generator(device=self.device).manual_seed(seed)
 
     def sample(
-        self, logits_RV: Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator | None]
+        self,
+        logits_RV: Tensor,
+        params: Sequence[SamplingParams],
+        generators: Sequence[torch.Generator | None],
+        histories: Sequence[History] = (),
     ) -> list[int]:
         """Token ids, one a row of `logits_RV` [R, V] (any float dtype; read as float32, not modified).
 
-        Greedy rows are the exact argmax. Raises BreakgraphError when a row's largest logit is NaN or infinite.
+        Greedy rows are the exact argmax, after penalties. `histories` are one a row, and needed when a row has
+        penalties. Raises BreakgraphError when a row's largest logit is NaN or infinite.
         """
         logits_RV = logits_RV.float()
+        penalized_rows = [i for i, p in enumerate(params) if p.has_penalties]
+        if penalized_rows:
+            penalized_RV = penalized(
+                logits_RV[penalized_rows], [params[i] for i in penalized_rows], [histories[i] for i in penalized_rows]
+            )
+            logits_RV = logits_RV.index_copy(0, torch.tensor(penalized_rows, device=logits_RV.device), penalized_RV)
         best, token_ids = logits_RV.max(dim=-1)
         random_rows = [i for i, p in enumerate(params) if not p.is_greedy]
         if random_rows:
@@ -65,6 +99,43 @@ class Sampler:
                 noise_RV[i].exponential_(generator=generator)
         # argmax(p / Exp(1)) is a draw from p, and needs no host sync as multinomial does. Noise of 0 would make 0 / 0.
         return probs_RV.div_(noise_RV.clamp_min_(torch.finfo(torch.float32).tiny)).argmax(dim=-1)
+
+
+def penalized(logits_RV: Tensor, params: Sequence[SamplingParams], histories: Sequence[History]) -> Tensor:
+    """Float32 logits [R, V] after the repetition penalty, then frequency and presence penalties.
+
+    The repetition penalty is that of CTRL (Keskar et al. 2019): for tokens of prompt and answer it divides positive
+    logits and multiplies the others. The other two are OpenAI's and count tokens of the answer only.
+    """
+    counts_RV = _token_counts(logits_RV, [h.output_token_ids for h in histories])
+    seen_RV = counts_RV > 0
+    if any(p.repetition_penalty != 1 for p in params):
+        in_either_RV = seen_RV | (_token_counts(logits_RV, [h.prompt_token_ids for h in histories]) > 0)
+        factor_R1 = _column(logits_RV, [p.repetition_penalty for p in params])
+        repeated_RV = torch.where(logits_RV > 0, logits_RV / factor_R1, logits_RV * factor_R1)
+        logits_RV = torch.where(in_either_RV, repeated_RV, logits_RV)
+    logits_RV = logits_RV - counts_RV * _column(logits_RV, [p.frequency_penalty for p in params])
+    return logits_RV - seen_RV * _column(logits_RV, [p.presence_penalty for p in params])
+
+
+def _token_counts(logits_RV: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
+    """How often each row has each token, [R, V] as float32. Rows are padded with a token of their own."""
+    num_rows, vocab_size = logits_RV.shape
+    longest = max(map(len, rows))
+    padded = [[*row, *[vocab_size] * (longest - len(row))] for row in rows]
+    ids_RL = torch.tensor(padded, dtype=torch.int64).reshape(num_rows, longest).to(logits_RV.device)
+    counts_RV = logits_RV.new_zeros(num_rows, vocab_size + 1)
+    return counts_RV.scatter_add_(1, ids_RL, torch.ones_like(ids_RL, dtype=counts_RV.dtype))[:, :vocab_size]
+
+
+def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Of the chosen token of each row of `logits_RV` [R, V] and of the row's `num_top` likeliest."""
+    logprobs_RV = logits_RV.float().log_softmax(dim=-1)
+    chosen_R1 = torch.tensor(token_ids, dtype=torch.int64).to(logits_RV.device)[:, None]
+    top_RK, top_ids_RK = logprobs_RV.topk(min(max(num_top), logprobs_RV.shape[-1]), dim=-1)
+    chosen = logprobs_RV.gather(1, chosen_R1)[:, 0].tolist()
+    rows = zip(token_ids, chosen, top_ids_RK.tolist(), top_RK.tolist(), num_top, strict=True)
+    return [TokenLogprobs(token, value, ids[:count], tops[:count]) for token, value, ids, tops, count in rows]
 
 
 def filtered_probs(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:

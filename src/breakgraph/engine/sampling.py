@@ -11,6 +11,9 @@ from breakgraph.errors import ConfigError
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: float32 logits divided by less overflow."""
 
+MAX_LOGPROBS = 20
+"""Alternatives a token, as in OpenAI's API."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -23,6 +26,21 @@ class SamplingParams:
     top_p: float = field(default=1.0, metadata={"help": "keep the likeliest tokens up to this probability mass"})
     top_k: int = field(default=0, metadata={"help": "keep the k likeliest tokens; 0 or -1 keeps all"})
     min_p: float = field(default=0.0, metadata={"help": "drop tokens below this share of the likeliest one's"})
+    presence_penalty: float = field(
+        default=0.0, metadata={"help": "taken off the logits of tokens that the answer has, in [-2, 2]"}
+    )
+    frequency_penalty: float = field(
+        default=0.0, metadata={"help": "taken off the logit of a token for each time the answer has it, in [-2, 2]"}
+    )
+    repetition_penalty: float = field(
+        default=1.0,
+        metadata={"help": "divides positive logits of tokens in prompt or answer, multiplies negative ones"},
+    )
+    n: int = field(default=1, metadata={"help": "answers to each prompt"})
+    logprobs: int | None = field(
+        default=None,
+        metadata={"help": f"log probabilities of each token and of so many of the likeliest, {MAX_LOGPROBS} at most"},
+    )
     max_tokens: int = field(default=16, metadata={"help": "new tokens at most"})
     stop: str | Sequence[str] | None = field(default=None, metadata={"help": "strings that end the text, not included"})
     stop_token_ids: Sequence[int] | None = field(default=None, metadata={"help": "tokens that end the request"})
@@ -33,6 +51,13 @@ class SamplingParams:
         _check_number("temperature", self.temperature, 0.0, math.inf)
         _check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        # Further out, float32 logits could overflow.
+        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_int("n", self.n, 1, "an integer >= 1")
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, f"an integer from 0 to {MAX_LOGPROBS}", high=MAX_LOGPROBS)
         _check_int("top_k", self.top_k, -1, "an integer >= 1, or 0 or -1 to keep all tokens")
         _check_int("max_tokens", self.max_tokens, 1, "an integer >= 1")
         if self.seed is not None:
@@ -49,6 +74,10 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         return tuple(self.stop or ())
 
@@ -57,8 +86,9 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_int(name: str, value: object, low: int | None, expected: str) -> None:
-    if not _is_int(value) or (low is not None and value < low):  # type: ignore[operator]
+def _check_int(name: str, value: object, low: int | None, expected: str, *, high: int | None = None) -> None:
+    in_range = _is_int(value) and (low is None or value >= low) and (high is None or value <= high)  # type: ignore[operator]
+    if not in_range:
         raise ConfigError(f"{name} must be {expected}, got {value!r}")
 
 

@@ -10,14 +10,19 @@ queue waits, and so do those behind it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from breakgraph.engine.kv_cache import BlockAllocator, num_blocks_for
 from breakgraph.engine.prefix_cache import BlockTokens, PrefixNode
 from breakgraph.engine.request import Request, RequestStatus
 from breakgraph.errors import RequestTooLargeError
+
+if TYPE_CHECKING:
+    from breakgraph.engine.sampler import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -108,26 +113,31 @@ class Scheduler:
             return None
         return ScheduledStep(tuple(rows), is_decode=all(row.num_new_tokens == 1 for row in rows))
 
-    def commit(self, step: ScheduledStep, token_ids: Sequence[int | None]) -> list[Request]:
-        """Books a step that succeeded: one token id a row, None where `needs_sample` is False.
+    def commit(
+        self,
+        step: ScheduledStep,
+        token_ids: Sequence[int | None],
+        logprobs: Mapping[int, TokenLogprobs] = MappingProxyType({}),
+    ) -> list[Request]:
+        """Books a step that succeeded: one token id a row, None where `needs_sample` is False; `logprobs` by row.
 
         Returns the requests that are finished by it; their blocks are free again, or idle in the prefix cache. When a
         row raises, those before it are booked; what they finished is returned by the next commit.
         """
         with self._updating():
             try:
-                for row, token_id in zip(step.rows, token_ids, strict=True):
-                    self._commit_row(row, token_id)
+                for index, (row, token_id) in enumerate(zip(step.rows, token_ids, strict=True)):
+                    self._commit_row(row, token_id, logprobs.get(index))
             finally:
                 self._release([request for request in self._finished if not request.is_finished])
         finished, self._finished = self._finished, []
         return finished
 
-    def _commit_row(self, row: ScheduledRow, token_id: int | None) -> None:
+    def _commit_row(self, row: ScheduledRow, token_id: int | None, logprobs: TokenLogprobs | None) -> None:
         request = row.request
         if row.needs_sample:
             assert token_id is not None, f"request {request.request_id} got no token"
-            request.append_token(token_id)
+            request.append_token(token_id, logprobs)
             if request.finish_reason is not None:
                 self._finished.append(request)
         self._book_tokens(row)

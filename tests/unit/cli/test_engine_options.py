@@ -83,6 +83,11 @@ def test_every_engine_option_has_a_flag_of_its_name() -> None:
         (["--stop-token-ids", "1,2"], "stop_token_ids", (1, 2)),
         (["--ignore-eos"], "ignore_eos", True),
         (["--seed", "9"], "seed", 9),
+        (["--n", "3"], "n", 3),
+        (["--logprobs", "2"], "logprobs", 2),
+        (["--presence-penalty", "-1.5"], "presence_penalty", -1.5),
+        (["--frequency-penalty", "0.5"], "frequency_penalty", 0.5),
+        (["--repetition-penalty", "1.2"], "repetition_penalty", 1.2),
     ],
 )
 def test_every_sampling_option_has_a_flag_of_its_name(argv: list[str], name: str, value: Any) -> None:

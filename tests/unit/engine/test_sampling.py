@@ -10,6 +10,8 @@ def test_defaults_are_vllms() -> None:
     params = SamplingParams()
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
     assert (params.max_tokens, params.ignore_eos, params.seed) == (16, False, None)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+    assert (params.n, params.logprobs, params.has_penalties) == (1, None, False)
     assert params.stop_strings == ()
 
 
@@ -29,6 +31,15 @@ def test_defaults_are_vllms() -> None:
         ("top_k", 1.5),
         ("max_tokens", 0),
         ("max_tokens", None),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 1000.0),
+        ("n", 0),
+        ("n", True),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("logprobs", 1.0),
         ("seed", 1.0),
         ("seed", 2**63),
         ("ignore_eos", "yes"),

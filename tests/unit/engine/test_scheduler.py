@@ -221,7 +221,7 @@ def test_a_row_that_raises_keeps_what_others_finished_for_the_next_commit(monkey
     step = scheduler.schedule()
     assert step is not None
     with monkeypatch.context() as patch:
-        patch.setattr(stays, "append_token", lambda token_id: 1 // 0)
+        patch.setattr(stays, "append_token", lambda token_id, logprobs: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             scheduler.commit(step, [7, 7, 7])
     assert (ends.status, dropped.status) == (RequestStatus.FINISHED, RequestStatus.FINISHED)

@@ -1,0 +1,54 @@
+"""`breakgraph serve`: a model behind OpenAI's HTTP API."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from importlib.util import find_spec
+from typing import Any
+
+from breakgraph.cli import engine_options as options
+from breakgraph.errors import ConfigError
+
+KEY_VARIABLE = "BREAKGRAPH_API_KEY"
+_NEEDED = ("fastapi", "prometheus_client", "uvicorn")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the subcommand."""
+    from breakgraph.server.config import ServerConfig
+
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        description="Serve a model over HTTP with OpenAI's API: chat and plain completions, whole or as a stream.",
+        allow_abbrev=False,
+    )
+    group = parser.add_argument_group("server options")
+    for field in dataclasses.fields(ServerConfig):
+        if field.name == "api_key":
+            group.add_argument("--api-key", help=f"{field.metadata['help']} (or set {KEY_VARIABLE})")
+        else:
+            options.add_flag(group, field, field.default)
+    options.add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until SIGTERM or Ctrl-C, lets running requests end, and exits with 0."""
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"serve needs {', '.join(missing)}; run: pip install 'breakgraph[server]'")
+    from breakgraph.server.config import ServerConfig
+
+    if args.load_format == "dummy":
+        # Said before the model is made.
+        raise ConfigError("--load-format dummy has no tokenizer, and a server needs one")
+    args.api_key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    config = ServerConfig(**{field.name: getattr(args, field.name) for field in dataclasses.fields(ServerConfig)})
+    from breakgraph.engine.llm import LLM
+    from breakgraph.server.run import serve
+
+    with LLM(**options.engine_options(args)) as llm:
+        serve(llm, config)
+    return 0

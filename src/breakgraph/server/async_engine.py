@@ -1,0 +1,291 @@
+"""The engine's thread as seen from the event loop: answers as streams of what is new."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from breakgraph.engine.answer_text import AnswerText
+from breakgraph.engine.engine import Engine
+from breakgraph.engine.engine_thread import EngineThread, TokenEvent
+from breakgraph.engine.prompts import TokenPrompt, apply_chat_template, encode
+from breakgraph.engine.request import Request
+from breakgraph.engine.sampler import TokenLogprobs
+from breakgraph.engine.sampling import SamplingParams
+from breakgraph.errors import ConfigError, PromptTooLongError
+from breakgraph.server.errors import ApiError
+from breakgraph.server.metrics import Metrics
+
+T = TypeVar("T")
+
+_MAX_FAILED_STEPS = 3
+"""So many steps that fail one after the other are no fault of the requests in them."""
+
+
+class AsyncEngine:
+    """Owns: the engine's thread and a thread for the tokenizer; not the engine. All methods belong to one event loop.
+
+    Raises ConfigError for an engine without a tokenizer.
+    """
+
+    def __init__(self, engine: Engine, *, max_waiting: int, metrics: Metrics) -> None:
+        if engine.tokenizer is None:
+            raise ConfigError(
+                f"a server needs a tokenizer, and {engine.config.model} has none; give a folder with tokenizer.json"
+            )
+        self.engine = engine
+        self.tokenizer: Any = engine.tokenizer
+        self.metrics = metrics
+        self._thread = EngineThread(engine, self._publish, max_waiting=max_waiting)
+        self._tokenizing = ThreadPoolExecutor(1, "breakgraph-tokenizer")
+        self._max_chars_per_token = max(map(len, self.tokenizer.get_vocab()), default=1)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._queues: dict[str, asyncio.Queue[TokenEvent]] = {}
+
+    @property
+    def capacity(self) -> int:
+        """Answers that may run and wait at the same time."""
+        return self._thread.capacity
+
+    @property
+    def failure(self) -> str | None:
+        """Why no request can be served any more; None while all is well."""
+        if not self._thread.is_alive:
+            return "the engine has stopped"
+        if self._thread.num_failed_steps_in_a_row >= _MAX_FAILED_STEPS:
+            return f"the last {self._thread.num_failed_steps_in_a_row} steps failed"
+        return None
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends what still runs, and both threads. Waits for the step under way. A second call does nothing."""
+        self._thread.close()
+        self._tokenizing.shutdown()
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """`function` between two steps."""
+        return await asyncio.wrap_future(self._thread.call(function))
+
+    def check_length(self, num_chars: int) -> None:
+        """Raises PromptTooLongError for a text that cannot fit the context, however it is cut into tokens."""
+        max_model_len = self.engine.config.sizes.max_model_len
+        if num_chars > max_model_len * self._max_chars_per_token:
+            raise PromptTooLongError(
+                f"the prompt has {num_chars} characters, more than {max_model_len} tokens can hold; shorten it"
+            )
+
+    async def encode(self, text: str) -> TokenPrompt:
+        self.check_length(len(text))
+        token_ids = await self._in_tokenizer_thread(lambda: encode(self.tokenizer, text))
+        return TokenPrompt(token_ids, text)
+
+    async def encode_chat(self, messages: Sequence[dict[str, str]]) -> TokenPrompt:
+        """Raises ApiError when the template refuses the messages, ConfigError when there is none."""
+        from jinja2 import TemplateError
+
+        self.check_length(sum(len(message["content"]) for message in messages))
+        model = self.engine.config.model
+        try:
+            return await self._in_tokenizer_thread(lambda: apply_chat_template(self.tokenizer, messages, model))
+        except TemplateError as error:
+            raise ApiError(400, f"the chat template refuses the messages: {error}", param="messages") from error
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        return await self._in_tokenizer_thread(lambda: str(self.tokenizer.decode(list(token_ids))))
+
+    async def _in_tokenizer_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
+
+    def submit(self, requests: Sequence[Request]) -> asyncio.Queue[TokenEvent]:
+        """Queues all or none; their events come in one queue. Raises QueueFullError, ClosedError."""
+        queue: asyncio.Queue[TokenEvent] = asyncio.Queue()
+        self._queues.update((request.request_id, queue) for request in requests)
+        try:
+            self._thread.add(requests)
+        except BaseException:
+            self.forget(requests)
+            raise
+        return queue
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._queues.pop(request.request_id, None)
+
+    def abort(self, requests: Sequence[Request]) -> None:
+        """Drops requests; nothing more comes of them."""
+        self.forget(requests)
+        self._thread.abort([request.request_id for request in requests])
+
+    def _publish(self, events: list[TokenEvent]) -> None:
+        """In the engine's thread: one wake-up of the loop a step."""
+        assert self._loop is not None, "start() comes first"
+        with suppress(RuntimeError):  # a loop that was closed has nobody who waits
+            self._loop.call_soon_threadsafe(self._deliver, events)
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            queue = self._queues.get(event.request.request_id)
+            if queue is not None:
+                queue.put_nowait(event)
+
+
+@dataclass
+class Delta:
+    """What is new of one answer."""
+
+    index: int
+    text: str
+    tokens: list[TokenLogprobs]
+    """Log probabilities of the tokens that this text is of, if they were asked for."""
+    finish_reason: str | None
+
+
+class _Answer:
+    """One request and its text."""
+
+    def __init__(self, request: Request, text: AnswerText) -> None:
+        self.request = request
+        self.text = text
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+
+    def take(self, index: int, event: TokenEvent) -> Delta:
+        """Raises the error that ended the request."""
+        if event.error is not None:
+            raise event.error
+        assert event.token_id is not None, "an event has a token or an error"
+        self.num_tokens += 1
+        self.finish_reason = event.finish_reason
+        text, tokens = "", []
+        # The token that stops an answer is no part of it.
+        if event.finish_reason != "stop":
+            text = self.text.append(event.token_id)
+            tokens = [event.logprobs] if event.logprobs is not None else []
+        if self.text.stop_reason is not None:
+            self.finish_reason = "stop"
+        elif event.is_last:
+            text += self.text.finish()
+        return Delta(index, text, tokens, self.finish_reason)
+
+
+class Generation:
+    """The n answers to each of some prompts, as an asynchronous context manager that aborts what is left at its end.
+
+    Answers are numbered through: those to the first prompt, those to the second.
+
+    Args:
+        engine: where they run.
+        prompts: one or more.
+        params: of every answer; n is not looked at.
+        num_answers: to each prompt.
+        stop_strings: each ends the answer that it appears in.
+        timeout_sec: from now on, for all answers together.
+
+    Raises:
+        QueueFullError, PromptError: nothing was queued.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        prompts: Sequence[TokenPrompt],
+        params: SamplingParams,
+        *,
+        num_answers: int,
+        stop_strings: Sequence[str],
+        timeout_sec: float,
+    ) -> None:
+        self.prompts = prompts
+        self._engine = engine
+        self._timeout_sec = timeout_sec
+        self._deadline = time.monotonic() + timeout_sec
+        make_request = engine.engine.make_request
+        requests = [
+            make_request(prompt.token_ids, params, index=index, with_text=False)
+            for prompt in prompts
+            for index in range(num_answers)
+        ]
+        self._answers = [
+            _Answer(request, AnswerText(engine.tokenizer, request.prompt_token_ids, stop_strings))
+            for request in requests
+        ]
+        self._index_of = {request.request_id: index for index, request in enumerate(requests)}
+        self._num_answers_per_prompt = num_answers
+        self._events = engine.submit(requests)
+        self._timings = [engine.metrics.start_answer() for _ in requests]
+
+    @property
+    def num_answers(self) -> int:
+        return len(self._answers)
+
+    def prompt_of(self, index: int) -> TokenPrompt:
+        return self.prompts[index // self._num_answers_per_prompt]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Aborts the answers that have not ended. A second call does nothing."""
+        left = [answer for answer in self._answers if answer.finish_reason is None]
+        for answer in left:
+            answer.finish_reason = "abort"
+            self._timings[self._index_of[answer.request.request_id]].end("abort")
+        self._engine.abort([answer.request for answer in left])
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self.deltas()
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Until all answers have ended. Raises ApiError 408 after the timeout, and what made the engine drop one."""
+        num_left = sum(answer.finish_reason is None for answer in self._answers)
+        while num_left:
+            event = await self._next_event()
+            index = self._index_of[event.request.request_id]
+            answer = self._answers[index]
+            if answer.finish_reason is not None:
+                continue  # a step that ran beside the end of this answer
+            delta = answer.take(index, event)
+            self._timings[index].token()
+            if delta.finish_reason is not None:
+                num_left -= 1
+                self._timings[index].end(delta.finish_reason)
+                if event.is_last:
+                    self._engine.forget([answer.request])
+                else:
+                    self._engine.abort([answer.request])
+            yield delta
+
+    async def _next_event(self) -> TokenEvent:
+        try:
+            async with asyncio.timeout(self._deadline - time.monotonic()):
+                return await self._events.get()
+        except TimeoutError:
+            message = f"the request was given up after {self._timeout_sec:g} seconds"
+            raise ApiError(408, message, kind="timeout_error", code="request_timeout") from None
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far; a prompt counts once, whatever n is."""
+        num_prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
+        num_new = sum(answer.num_tokens for answer in self._answers)
+        first_answers = self._answers[:: self._num_answers_per_prompt]
+        num_cached = sum(answer.request.num_cached_tokens or 0 for answer in first_answers)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        }

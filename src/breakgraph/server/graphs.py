@@ -1,0 +1,165 @@
+"""What is captured and what ran how: as data, and as a page for a person."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from breakgraph.engine.engine import Engine
+from breakgraph.runners import Runner
+
+MIB = 1 << 20
+
+
+def graphs_state(engine: Engine) -> dict[str, Any]:
+    """JSON-able. `hit_rate` is the share of a phase's steps that were replays, None before the first step."""
+    stats = engine.stats()
+    return {
+        **{name: stats[name] for name in ("model", "device", "emulated", "dtype", "max_model_len")},
+        "phases": [
+            {"phase": phase, "attention": stats["attention"][phase], **_phase_state(runner)}
+            for phase, runner in engine.runners.items()
+        ],
+        "requests": {name: stats[name] for name in ("num_running", "num_waiting", "num_preemptions")},
+        "prefix_cache": {name: stats[name] for name in ("num_prompt_tokens", "num_prefix_cached_tokens")},
+        "memory": {
+            "pool_bytes": stats["pool_bytes"],
+            "output_bytes": stats["output_bytes"],
+            "kv_cache_bytes": stats["kv_cache_bytes"],
+            "weight_bytes": engine.facts.weight_bytes,
+            **{name: stats[name] for name in ("num_kv_blocks", "num_free_kv_blocks", "num_cached_kv_blocks")},
+        },
+    }
+
+
+def _phase_state(runner: Runner) -> dict[str, Any]:
+    replays, eager_steps = runner.stats.replays, runner.stats.eager_steps
+    num_replays, num_eager = sum(replays.values()), sum(eager_steps.values())
+    buckets = [
+        {
+            "bucket": key.size,
+            "num_segments": report.num_segments,
+            "num_breaks": report.num_breaks,
+            "num_nodes": sum(step.num_nodes for step in report.steps),
+            "num_replays": replays.get(key.size, 0),
+            "capture_sec": report.capture_sec,
+            "pool_growth_bytes": report.pool_growth_bytes,
+        }
+        for key, report in sorted(runner.explain().items(), key=lambda item: item[0].size)
+    ]
+    return {
+        "backend": runner.backend.name,
+        "num_replays": num_replays,
+        "num_eager_steps": num_eager,
+        "hit_rate": num_replays / (num_replays + num_eager) if num_replays + num_eager else None,
+        "num_eager_steps_by_reason": {reason.value: count for reason, count in eager_steps.items()},
+        "num_padded_tokens": runner.stats.num_padded_tokens,
+        "buckets": buckets,
+    }
+
+
+_UNITS = {"prefill": "tokens", "decode": "requests"}
+
+_REASONS = {
+    "backend_eager": "this phase does not capture",
+    "too_many_tokens": "the step was larger than the largest bucket",
+    "too_many_requests": "the step had more requests than the largest bucket",
+    "not_captured": "its bucket was not captured",
+}
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; } p.about { color: #666; margin: .2rem 0 .8rem; }
+table { border-collapse: collapse; } th { font-weight: 600; text-align: right; color: #555; }
+th, td { padding: .15rem .9rem .15rem 0; } td { text-align: right; font-variant-numeric: tabular-nums; }
+th:first-child, td:first-child { text-align: left; } tr + tr td { border-top: 1px solid #eee; }
+.bar { display: inline-block; height: .7rem; background: #4a7ebb; vertical-align: middle; }
+.good { color: #1a7f37; } .bad { color: #b35900; }
+"""
+
+
+def graphs_page(state: dict[str, Any]) -> str:
+    """One HTML page without anything from elsewhere; it loads itself anew every ten seconds."""
+    emulated = " (emulated: works, and claims no speed)" if state["emulated"] else ""
+    requests, memory, prefix = state["requests"], state["memory"], state["prefix_cache"]
+    num_usable = memory["num_kv_blocks"] - 1
+    now = [
+        ("answers running", str(requests["num_running"])),
+        ("answers waiting", str(requests["num_waiting"])),
+        ("KV blocks in use", f"{num_usable - memory['num_free_kv_blocks']} of {num_usable}"),
+        (
+            "prompt tokens found in the prefix cache",
+            _share(prefix["num_prefix_cached_tokens"], prefix["num_prompt_tokens"]),
+        ),
+        ("preemptions", str(requests["num_preemptions"])),
+    ]
+    sizes = [
+        ("weights", memory["weight_bytes"]),
+        ("KV cache", memory["kv_cache_bytes"]),
+        ("graph pool, shared by all buckets", memory["pool_bytes"]),
+        ("graph outputs, shared by all buckets", memory["output_bytes"]),
+    ]
+    parts = [
+        f"<h1>{escape(state['model'])}</h1>",
+        f"<p class=about>{escape(state['dtype'])} on {escape(state['device'])}{emulated}, "
+        f"up to {state['max_model_len']} tokens a request</p>",
+        "<h2>Now</h2>",
+        _table((), now),
+        *(_phase_section(phase) for phase in state["phases"]),
+        "<h2>Memory</h2>",
+        _table(("", "MiB"), [(name, _mib(size)) for name, size in sizes]),
+    ]
+    head = f"<meta charset=utf-8><meta http-equiv=refresh content=10><title>Graphs</title><style>{_STYLE}</style>"
+    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>"
+
+
+def _phase_section(phase: dict[str, Any]) -> str:
+    unit = _UNITS.get(phase["phase"], "size")
+    num_steps = phase["num_replays"] + phase["num_eager_steps"]
+    if phase["hit_rate"] is None:
+        hit = "no step yet"
+    else:
+        tone = "good" if phase["hit_rate"] > 0.99 else "bad"
+        hit = f"<b class={tone}>{_share(phase['num_replays'], num_steps)}</b> of {num_steps} steps ran as graphs"
+    parts = [
+        f"<h2>{escape(phase['phase'].capitalize())}</h2>",
+        f"<p class=about>backend {escape(phase['backend'])}, attention {escape(phase['attention'])}; {hit}; "
+        f"{phase['num_padded_tokens']} tokens computed for padding</p>",
+    ]
+    reasons = phase["num_eager_steps_by_reason"].items()
+    if reasons:
+        rows = [(f"{reason}: {_REASONS.get(reason, reason)}", str(count)) for reason, count in reasons]
+        parts.append(_table(("eager steps, and why", "steps"), rows))
+    if phase["buckets"]:
+        most = max(1, *(bucket["num_replays"] for bucket in phase["buckets"]))
+        header = (f"bucket ({unit})", "replays", "", "graphs", "eager breaks", "nodes", "capture, s")
+        parts.append(_table(header, [_bucket_row(bucket, most) for bucket in phase["buckets"]], raw_column=2))
+    else:
+        parts.append("<p>Nothing is captured.</p>")
+    return "".join(parts)
+
+
+def _bucket_row(bucket: dict[str, Any], most: int) -> tuple[str, ...]:
+    bar = f"<span class=bar style='width:{100 * bucket['num_replays'] / most:.0f}px'></span>"
+    counts = (bucket["num_segments"], bucket["num_breaks"], bucket["num_nodes"])
+    return (str(bucket["bucket"]), str(bucket["num_replays"]), bar, *map(str, counts), f"{bucket['capture_sec']:.3f}")
+
+
+def _table(header: tuple[str, ...], rows: list[Any], raw_column: int | None = None) -> str:
+    """Cells are escaped, but those of `raw_column`."""
+    top = "".join(f"<th>{escape(name)}</th>" for name in header)
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td>{cell if i == raw_column else escape(cell)}</td>" for i, cell in enumerate(row))
+        + "</tr>"
+        for row in rows
+    )
+    return f"<table>{f'<tr>{top}</tr>' if header else ''}{body}</table>"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "none yet"
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / MIB:.1f}"

@@ -1,0 +1,78 @@
+"""Listening: from an open LLM to a served port, until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+
+from breakgraph.engine.llm import LLM
+from breakgraph.errors import ConfigError
+from breakgraph.server.app import create_app
+from breakgraph.server.async_engine import AsyncEngine
+from breakgraph.server.config import ServerConfig
+from breakgraph.server.metrics import Metrics
+from breakgraph.server.service import Service
+
+_BACKLOG = 2048
+"""Connections that the kernel keeps until they are accepted."""
+
+
+def make_service(llm: LLM, config: ServerConfig) -> Service:
+    """Raises ConfigError for a model without a tokenizer."""
+    metrics = Metrics(llm.engine)
+    return Service(AsyncEngine(llm.engine, max_waiting=config.max_waiting, metrics=metrics), config)
+
+
+def make_server(service: Service) -> uvicorn.Server:
+    """Not started. Told to stop, it closes the port, lets requests end for `drain_timeout`, and aborts the rest."""
+    config = service.config
+    return uvicorn.Server(
+        uvicorn.Config(
+            create_app(service),
+            host=config.host,
+            port=config.port,
+            access_log=False,
+            log_level="warning",
+            timeout_graceful_shutdown=config.drain_timeout,
+        )
+    )
+
+
+def serve(llm: LLM, config: ServerConfig) -> None:
+    """Serves until the process is told to stop; the LLM stays open.
+
+    Raises ConfigError when the address cannot be listened on or the model has no tokenizer.
+    """
+    service = make_service(llm, config)
+    server = make_server(service)
+    listening = _listen(config.host, config.port)
+    host, port = listening.getsockname()[:2]
+    print(
+        f"serving {service.model} on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True
+    )
+    # The server raises the signal again when it is done: by then there is nothing left to stop.
+    previous = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.run(sockets=[listening])
+    finally:
+        service.engine.close()  # a second Ctrl-C leaves it open
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        listening.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host} port {port}: {error}; give another --host or --port") from error
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    pass

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+import pytest
+
+from breakgraph.cli import serve as command
+from breakgraph.cli.main import main
+from breakgraph.server import run as server_run
+from breakgraph.server.config import ServerConfig
+
+EXTRA = ("fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn")
+
+
+@pytest.fixture
+def without_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nothing of the extra were installed."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in EXTRA or name == "breakgraph.server.run"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in EXTRA:
+        monkeypatch.setitem(sys.modules, name, None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name in EXTRA else found(name))
+
+
+@pytest.mark.usefixtures("without_extra")
+def test_without_the_extra_it_says_what_to_install(model_args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *model_args]) == 2
+    message = "serve needs fastapi, prometheus_client, uvicorn; run: pip install 'breakgraph[server]'"
+    assert capsys.readouterr().err == f"breakgraph: {message}\n"
+
+
+@pytest.mark.usefixtures("without_extra")
+def test_without_the_extra_generate_works(model_args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", "--prompt", "hello", "--max-tokens", "2", "--temperature", "0"]
+    assert main([*argv, *model_args]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ServerConfig]]:
+    """What would be served, instead of serving it."""
+    found: list[tuple[Any, ServerConfig]] = []
+    monkeypatch.setattr(server_run, "serve", lambda llm, config: found.append((llm, config)))
+    return found
+
+
+def test_options_reach_the_server_and_the_engine(
+    model_args: list[str], served: list[tuple[Any, ServerConfig]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BREAKGRAPH_API_KEY", "from the environment")
+    argv = ["--port", "1234", "--max-waiting", "3", "--request-timeout", "1.5", "--served-model-name", "mine"]
+    assert main(["serve", *argv, *model_args]) == 0
+    ((llm, config),) = served
+    assert config == ServerConfig(
+        port=1234, max_waiting=3, request_timeout=1.5, served_model_name="mine", api_key="from the environment"
+    )
+    assert llm.config.sizes.max_num_seqs == 2
+
+
+def test_without_options_it_listens_on_loopback_alone(
+    model_args: list[str], served: list[tuple[Any, ServerConfig]]
+) -> None:
+    assert main(["serve", *model_args]) == 0
+    assert served[0][1] == ServerConfig()
+    assert ServerConfig().host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--port", "70000"], "port must be an integer from 0 to 65535, got 70000"),
+        (["--load-format", "dummy"], "--load-format dummy has no tokenizer"),
+        (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1 port 8000"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(
+    model_args: list[str], argv: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *model_args, *argv]) == 2
+    last = capfd.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("breakgraph: ")
+    assert message in last
