@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -187,6 +188,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="bugs whose name holds this text")
+    parser.add_argument("--jobs", type=int, default=1, help="bugs at the same time")
     parser.add_argument("--gpu", action="store_true", help="the bugs that only a GPU shows, with tests/gpu")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -196,13 +198,18 @@ def main() -> None:
     if failure is not None:
         raise SystemExit(f"{failure} fails without a bug; nothing to learn then")
     print(f"no bug: all pass, {seconds:.0f} s", flush=True)
-    rows = []
-    for bug in bugs:
+
+    def row_of(bug: Bug) -> Row:
         failure, seconds = first_failure(bug, tests)
         print(f"{'killed' if failure else 'SURVIVED':9}{bug.name}: {failure or ''} ({seconds:.0f} s)", flush=True)
-        rows.append(Row(name=bug.name, params={"file": bug.file, "killed_by": failure},
-                        metrics={"killed": Metric(value=failure is not None, unit="bool"),
-                                 "wall": Metric(value=seconds, unit="s")}))  # fmt: skip
+        metrics = {
+            "killed": Metric(value=failure is not None, unit="bool"),
+            "wall": Metric(value=seconds, unit="s"),
+        }
+        return Row(name=bug.name, params={"file": bug.file, "killed_by": failure}, metrics=metrics)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        rows = list(pool.map(row_of, bugs))
     device = "cuda" if args.gpu else "cpu"
     run, where, versions = here(f"python3 benchmarks/planted_bugs.py {' '.join(sys.argv[1:-2])}".strip(), device)
     write_result(args.out, Result(
