@@ -29,7 +29,7 @@ def _lie_one_by_one(tensors: list[torch.Tensor], addresses: list[int], indices: 
     return list(map(_data_ptr, tensors)) == addresses
 
 
-# Builds of torch with CUDA compare in C++, in a tenth of the time.
+# Builds of torch with CUDA have a comparison in C++.
 _lie_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _lie_one_by_one)
 
 
