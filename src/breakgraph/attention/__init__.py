@@ -3,7 +3,7 @@
 `attend` is the eager break that a model calls; `make_attention` picks the implementation behind it.
 """
 
-from breakgraph.attention.attend import attend
+from breakgraph.attention.attend import attend, store
 from breakgraph.attention.base import AttentionBackend, AttentionMetadata, GraphSupport, LayerAttention
 from breakgraph.attention.kv_buffers import KVCacheBuffers
 from breakgraph.attention.registry import ATTENTION_NAMES, make_attention
@@ -21,5 +21,6 @@ __all__ = [
     "current_step",
     "live_token_count",
     "make_attention",
+    "store",
     "use_step",
 ]

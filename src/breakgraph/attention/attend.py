@@ -10,7 +10,9 @@ from breakgraph.graph import eager_on_graph
 
 # No valid_rows: the implementation defines the padding rows itself, so that padded eager steps get them too.
 @eager_on_graph(mutates=("out",))
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int) -> None:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int, stored: bool = False
+) -> None:
     """Attention of one layer for the step in progress; fills `out` [T, num_heads, v_head_dim] in place.
 
     Batch lengths, block tables and the cache come from `current_step`, never from arguments: those would be the
@@ -20,10 +22,26 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         q: [T, num_heads, head_dim].
         k: [T, num_kv_heads, head_dim].
         v: [T, num_kv_heads, v_head_dim].
+        stored: What :func:`store` returned for `k` and `v`, if it was called.
 
     Raises:
         RuntimeError: outside `use_step`.
     """
     metadata = current_step()
     backend = metadata.backend
-    backend.forward(q, k, v, backend.layers[layer_id], metadata, out)
+    backend.forward(q, k, v, backend.layers[layer_id], metadata, out, stored)
+
+
+def store(k: torch.Tensor, v: torch.Tensor, layer_id: int) -> bool:
+    """Writes one layer's new keys and values into the cache ahead of `attend`, if the implementation can do it in a
+    graph; returns whether it did.
+
+    Args:
+        k: [T, num_kv_heads, head_dim].
+        v: [T, num_kv_heads, v_head_dim].
+
+    Raises:
+        RuntimeError: outside `use_step`.
+    """
+    metadata = current_step()
+    return metadata.backend.store(k, v, metadata.backend.layers[layer_id], metadata)

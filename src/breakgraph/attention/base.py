@@ -92,6 +92,17 @@ class AttentionBackend(ABC):
         replay runs no Python, so whatever else it read would be the capture's.
         """
 
+    def store(self, k: torch.Tensor, v: torch.Tensor, layer: LayerAttention, metadata: AttentionMetadata) -> bool:
+        """Writes the new keys and values into the cache, ahead of `forward` and outside of the break that it is in.
+
+        A replay then writes them in its graph, and the host launches nothing for it. Possible where the step's rows lie
+        in static tensors, in a bucket.
+
+        Returns:
+            False where nothing was written: `forward` has to.
+        """
+        return False
+
     @abstractmethod
     def forward(
         self,
@@ -101,8 +112,9 @@ class AttentionBackend(ABC):
         layer: LayerAttention,
         metadata: AttentionMetadata,
         out: torch.Tensor,
+        stored: bool = False,
     ) -> None:
-        """Writes the new keys and values into the cache, then every row of `out`.
+        """Writes the new keys and values into the cache, unless `stored`, then every row of `out`.
 
         Args:
             q: [T, num_heads, head_dim], T = the step's padded_num_tokens.

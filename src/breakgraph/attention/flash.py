@@ -101,7 +101,9 @@ class FlashAttention(AttentionBackend):
         layer: LayerAttention,
         metadata: AttentionMetadata,
         out: torch.Tensor,
+        stored: bool = False,
     ) -> None:
+        assert not stored, f"attention {self.name!r} writes the cache itself"
         assert isinstance(metadata, FlashMetadata), f"metadata of another implementation: {type(metadata).__name__}"
         step = metadata.step
         live = step.num_tokens

@@ -23,6 +23,7 @@ from breakgraph.attention.base import DECODE, AttentionBackend, AttentionMetadat
 from breakgraph.attention.flashinfer_plan import FA3_CAPABILITY, Family, FixedShape, PlanConstants
 from breakgraph.attention.kv_buffers import KVCacheBuffers
 from breakgraph.attention.step import AttentionStep
+from breakgraph.attention.triton_ops import dense_heads, store_in_bucket
 
 if TYPE_CHECKING:
     from breakgraph.attention.flashinfer_kernels import PlannedKernel
@@ -116,6 +117,9 @@ class FlashInferAttention(AttentionBackend):
             )
         return self._kernels[key]
 
+    def store(self, k: torch.Tensor, v: torch.Tensor, layer: LayerAttention, metadata: AttentionMetadata) -> bool:
+        return store_in_bucket(k, v, metadata.step, self.kv, layer)
+
     def forward(
         self,
         q: torch.Tensor,
@@ -124,6 +128,7 @@ class FlashInferAttention(AttentionBackend):
         layer: LayerAttention,
         metadata: AttentionMetadata,
         out: torch.Tensor,
+        stored: bool = False,
     ) -> None:
         assert isinstance(metadata, FlashInferMetadata), f"metadata of another implementation: {metadata}"
         kernel = metadata.kernels[self._constants[layer.layer_id]]
@@ -151,12 +156,7 @@ class FlashInferAttention(AttentionBackend):
         key_cache, value_cache = self.kv.key[layer.layer_id], self.kv.value[layer.layer_id]
         attend = self._module.attend_paged if kernel.fixed is None else self._module.recorded_attention
         attend(
-            _dense_heads(q[:live]), _dense_heads(k[:live]), _dense_heads(v[:live]),
+            dense_heads(q[:live]), dense_heads(k[:live]), dense_heads(v[:live]),
             step.slot_mapping_gpu[:live], starts, key_cache, value_cache, sinks, kernel.buffers, kernel.handle,
-            out[:live],
+            out[:live], stored,
         )  # fmt: skip
-
-
-def _dense_heads(tensor: torch.Tensor) -> torch.Tensor:
-    """Rows and heads may lie anywhere; the kernels take the columns of a head as one piece."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -203,22 +203,24 @@ def attend_paged(
     buffers: list[torch.Tensor],
     handle: int,
     out: torch.Tensor,
+    stored: bool,
 ) -> None:
-    """Stores k and v [T, Hk, D] at `slots` [T], then fills `out` [T, H, D] by the latest plan of the kernel `handle`.
+    """Stores k and v [T, Hk, D] at `slots` [T] unless `stored`, then fills `out` [T, H, D] by the kernel's latest plan.
 
     With `starts`, running sums of new tokens, rows behind the last request store nothing. `buffers` are the kernel's:
     named here for whoever looks at what an operator reads.
     """
     # Triton launches on the current device, whatever its arguments.
     with torch.cuda.device(q.device):
-        store(k, v, slots, starts, key_cache, value_cache)
+        if not stored:
+            store(k, v, slots, starts, key_cache, value_cache)
         _KERNELS[handle].run(q, key_cache, value_cache, sinks, out)
 
 
 _LIBRARY = torch.library.Library("breakgraph", "FRAGMENT")
 _LIBRARY.define(
     "flashinfer_attention(Tensor q, Tensor k, Tensor v, Tensor slots, Tensor? starts, Tensor(a!) key_cache, "
-    "Tensor(b!) value_cache, Tensor? sinks, Tensor(c!)[] buffers, int handle, Tensor(d!) out) -> ()"
+    "Tensor(b!) value_cache, Tensor? sinks, Tensor(c!)[] buffers, int handle, Tensor(d!) out, bool stored) -> ()"
 )
 _LIBRARY.impl("flashinfer_attention", attend_paged, "CUDA")
 _LIBRARY.impl("flashinfer_attention", lambda *args: None, "Meta")

@@ -166,6 +166,9 @@ class PhaseAttention(AttentionBackend):
     def plan(self, step: AttentionStep) -> AttentionMetadata:
         return self.for_phase(step.phase).plan(step)
 
+    def store(self, k: torch.Tensor, v: torch.Tensor, layer: LayerAttention, metadata: AttentionMetadata) -> bool:
+        return metadata.backend.store(k, v, layer, metadata)
+
     def forward(
         self,
         q: torch.Tensor,
@@ -174,5 +177,6 @@ class PhaseAttention(AttentionBackend):
         layer: LayerAttention,
         metadata: AttentionMetadata,
         out: torch.Tensor,
+        stored: bool = False,
     ) -> None:
-        metadata.backend.forward(q, k, v, layer, metadata, out)
+        metadata.backend.forward(q, k, v, layer, metadata, out, stored)

@@ -51,7 +51,9 @@ class SdpaAttention(AttentionBackend):
         layer: LayerAttention,
         metadata: AttentionMetadata,
         out: torch.Tensor,
+        stored: bool = False,
     ) -> None:
+        assert not stored, f"attention {self.name!r} writes the cache itself"
         step = metadata.step
         if step.phase == DECODE or step.fixed_slots:
             self.kv.write(layer.layer_id, step.slot_mapping_gpu, k, v)

@@ -13,7 +13,7 @@ import triton
 from breakgraph.attention.base import DECODE, AttentionBackend, AttentionMetadata, GraphSupport, LayerAttention
 from breakgraph.attention.kv_buffers import KVCacheBuffers
 from breakgraph.attention.step import AttentionStep
-from breakgraph.attention.triton_ops import paged_attention
+from breakgraph.attention.triton_ops import dense_heads, paged_attention, store_in_bucket
 from breakgraph.errors import ConfigError
 
 MAX_HEAD_DIM = 256
@@ -75,6 +75,9 @@ class TritonAttention(AttentionBackend):
             assert len(set(reqs)) == 1, f"block_tables, seq_lens and cu_seqlens_q of {reqs} requests"
         return AttentionMetadata(step, self)
 
+    def store(self, k: torch.Tensor, v: torch.Tensor, layer: LayerAttention, metadata: AttentionMetadata) -> bool:
+        return store_in_bucket(k, v, metadata.step, self.kv, layer)
+
     def forward(
         self,
         q: torch.Tensor,
@@ -83,13 +86,14 @@ class TritonAttention(AttentionBackend):
         layer: LayerAttention,
         metadata: AttentionMetadata,
         out: torch.Tensor,
+        stored: bool = False,
     ) -> None:
         step, kv = metadata.step, self.kv
         assert out.stride(-1) == 1, f"the columns of out are {out.stride(-1)} apart"
         paged_attention(
-            _dense_heads(q),
-            _dense_heads(k),
-            _dense_heads(v),
+            dense_heads(q),
+            dense_heads(k),
+            dense_heads(v),
             step.slot_mapping_gpu,
             kv.key[layer.layer_id],
             kv.value[layer.layer_id],
@@ -101,9 +105,5 @@ class TritonAttention(AttentionBackend):
             layer.softcap,
             layer.window,
             out,
+            stored,
         )
-
-
-def _dense_heads(tensor: torch.Tensor) -> torch.Tensor:
-    """Rows and heads may lie anywhere; the kernels take the columns of a head as one piece."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import triton
 
+from breakgraph.attention.base import DECODE, LayerAttention
+from breakgraph.attention.kv_buffers import KVCacheBuffers
+from breakgraph.attention.step import AttentionStep
 from breakgraph.attention.triton_decode import decode_kernel, merge_splits_kernel
 from breakgraph.attention.triton_kernels import store_kernel, varlen_kernel
 
@@ -249,34 +252,69 @@ def _paged_attention(
     softcap: float | None,
     window: int | None,
     out: torch.Tensor,
+    stored: bool,
 ) -> None:
     if not q.shape[0]:
         return
     # Triton launches on the current device, whatever its arguments.
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         if cu_seqlens_q is None:
+            assert not stored, "a decode step stores its keys itself"
             # Fresh in each call, as the other workspace: calls on two streams share nothing.
             arrivals = seq_lens.new_empty((q.shape[0], key_cache.shape[2]), dtype=torch.int32)
             store(k, v, slots, None, key_cache, value_cache, arrivals)
             decode(q, key_cache, value_cache, block_tables, seq_lens, arrivals, sinks, scale, softcap, window, out)
         else:
-            store(k, v, slots, cu_seqlens_q, key_cache, value_cache)
+            if not stored:
+                store(k, v, slots, cu_seqlens_q, key_cache, value_cache)
             varlen(q, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, sinks, scale, softcap, window, out)
+
+
+def _store_kv(
+    k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, num_live: torch.Tensor,
+    key_cache: torch.Tensor, value_cache: torch.Tensor,
+) -> None:  # fmt: skip
+    """Rows from `num_live` [1] on store nothing."""
+    with torch.cuda.device(k.device) if k.is_cuda else nullcontext():
+        store(k, v, slots, num_live, key_cache, value_cache)
 
 
 _LIBRARY = torch.library.Library("breakgraph", "FRAGMENT")
 _LIBRARY.define(
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor slots, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     "Tensor block_tables, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? sinks, float scale, float? softcap, "
-    "int? window, Tensor(c!) out) -> ()"
+    "int? window, Tensor(c!) out, bool stored) -> ()"
+)
+_LIBRARY.define(
+    "store_kv(Tensor k, Tensor v, Tensor slots, Tensor num_live, Tensor(a!) key_cache, Tensor(b!) value_cache) -> ()"
 )
 for _key in ("CUDA", "CPU"):
     _LIBRARY.impl("paged_attention", _paged_attention, _key)
-_LIBRARY.impl("paged_attention", lambda *args: None, "Meta")
+    _LIBRARY.impl("store_kv", _store_kv, _key)
+for _name in ("paged_attention", "store_kv"):
+    _LIBRARY.impl(_name, lambda *args: None, "Meta")
 
 paged_attention: Any = torch.ops.breakgraph.paged_attention.default
 """Stores k and v [T, Hk, D(v)] at `slots` [T], then fills every row of `out` [T, H, Dv].
 
 Without `cu_seqlens_q` each row is the last token of one request. With it, [R + 1], rows behind the last request are
-zero and store nothing. A request of length 0 gives zeros.
+zero and store nothing. A request of length 0 gives zeros. With `stored` the keys and values are there already.
 """
+
+
+def store_in_bucket(
+    k: torch.Tensor, v: torch.Tensor, step: AttentionStep, kv: KVCacheBuffers, layer: LayerAttention
+) -> bool:
+    """What :meth:`AttentionBackend.store` does: the live rows of a step whose rows lie in static tensors."""
+    if step.phase == DECODE or step.fixed_slots or step.num_tokens_gpu is None:
+        return False
+    torch.ops.breakgraph.store_kv.default(
+        dense_heads(k), dense_heads(v), step.slot_mapping_gpu, step.num_tokens_gpu,
+        kv.key[layer.layer_id], kv.value[layer.layer_id],
+    )  # fmt: skip
+    return True
+
+
+def dense_heads(tensor: torch.Tensor) -> torch.Tensor:
+    """Rows and heads may lie anywhere; the kernels take the columns of a head as one piece."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from breakgraph.attention import LayerAttention, attend
+from breakgraph.attention import LayerAttention, attend, store
 from breakgraph.errors import UnsupportedModelError
 
 ATTENTION_NAME = "breakgraph"
@@ -38,7 +38,7 @@ def _attention(
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     seen = _layers_seen.get()
     if seen is None:
-        attend(q, k, v, out, module.layer_idx)
+        attend(q, k, v, out, module.layer_idx, store(k, v, module.layer_idx))
     else:
         seen.append(_describe(module, query, key, value, attention_mask, kwargs))
         out.zero_()

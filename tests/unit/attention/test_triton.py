@@ -14,7 +14,16 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from breakgraph.attention import AttentionStep, KVCacheBuffers, LayerAttention, make_attention, triton_ops
+from breakgraph.attention import (
+    AttentionStep,
+    KVCacheBuffers,
+    LayerAttention,
+    attend,
+    make_attention,
+    store,
+    triton_ops,
+    use_step,
+)
 from breakgraph.attention.triton import TritonAttention
 from breakgraph.attention.triton_ops import Tile
 from breakgraph.errors import ConfigError
@@ -341,6 +350,62 @@ def test_one_graph_serves_any_lengths_bit_for_bit(phase: str) -> None:
             assert torch.equal(replayed[:rows], forward()[:rows])
             error = (replayed[: other.live].double() - other.expected()).abs().max().item()
             assert error < TOLERANCE[torch.float32]
+
+
+def test_keys_are_stored_in_the_segment_and_read_in_the_break() -> None:
+    layer, bucket = on_device(LAYERS["all at once"]), 12
+    attention = TritonAttention([layer])
+
+    def filled(q_lens: list[int], cached_lens: list[int], seed: int) -> RaggedBatch:
+        batch = batch_of(layer, q_lens=q_lens, cached_lens=cached_lens, padding=bucket - sum(q_lens), seed=seed)
+        live = torch.tensor([sum(q_lens)], dtype=torch.int32, device=DEVICE)
+        return replace(batch, step=replace(batch.step, num_tokens_gpu=live))
+
+    captured = filled([12], [0], 0)
+    attention.bind(captured.kv)
+    q, k, v = captured.q, captured.k, captured.v
+
+    def forward() -> torch.Tensor:
+        out = q.new_empty(*q.shape[:2], layer.v_head_dim)
+        doubled = k * 2
+        attend(q, doubled, v, out, layer.layer_id, store(doubled, v, layer.layer_id))
+        return out * 1.0
+
+    with torch.inference_mode(), PlanFamily(DEVICE) as family:
+        with use_step(attention.plan(captured.step)):
+            plan = family.capture(forward)
+        for seed, (q_lens, cached_lens) in enumerate([([5, 1, 2], [0, 30, 9]), ([1] * 4, [7, 0, 2, 31])], start=1):
+            other = filled(q_lens, cached_lens, seed)
+            for mine, new in zip((q, k, v), (other.q, other.k / 2, other.v), strict=True):
+                mine.copy_(new)
+            for name in ("slot_mapping_gpu", "num_tokens_gpu"):
+                getattr(captured.step, name).copy_(getattr(other.step, name))
+            captured.kv.key[0].copy_(other.kv.key[0])
+            captured.kv.value[0].copy_(other.kv.value[0])
+            # Lengths and tables are new tensors in every step, and only the break sees them.
+            step = replace(other.step, slot_mapping_gpu=captured.step.slot_mapping_gpu)
+            reserved = captured.kv.key[0][0].clone()
+            family.poison()
+            with use_step(attention.plan(step)):
+                replayed = plan.replay()
+            error = (replayed[: other.live].double() - other.expected()).abs().max().item()
+            assert error < TOLERANCE[torch.float32]
+            assert not replayed[other.live :].any()
+            assert torch.equal(captured.kv.key[0][0], reserved)  # padding stores nothing
+        assert plan.explain().num_breaks == 1
+
+
+@pytest.mark.parametrize("change", [{"num_tokens_gpu": None}, {"fixed_slots": True}, {"phase": "decode"}], ids=str)
+def test_keys_are_left_to_the_break_where_rows_are_not_static_or_a_graph_holds_all(change: dict[str, object]) -> None:
+    batch = batch_of(PLAIN, q_lens=[1, 1], cached_lens=[3, 5])
+    attention = TritonAttention([PLAIN])
+    attention.bind(batch.kv)
+    live = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    step = replace(batch.step, **{"num_tokens_gpu": live, **change})
+    before = batch.kv.key[0].clone()
+    with use_step(attention.plan(step)):
+        assert store(batch.k, batch.v, 0) is False
+    assert torch.equal(batch.kv.key[0].nan_to_num(), before.nan_to_num())
 
 
 def with_slots(step: AttentionStep, num_slots: int) -> AttentionStep:
