@@ -99,9 +99,11 @@ BUGS = (
         "if not (self._breaks or spec.always) or self._failure is not None:"),
     Bug("padded tokens write to a request's slot", "runners/spec.py", "RESERVED_SLOT = 0\n", "RESERVED_SLOT = 5\n"),
     Bug("metadata behind the live rows stays", "runners/buffers.py",
-        "            view.copy_(host, non_blocking=True)",
-        "            n = batch.num_reqs if len(view) == len(views['logits_rows']) else len(view)\n"
-        "            view[:n].copy_(host[:n], non_blocking=True)"),
+        "        self._buffer[: layout.num_bytes].copy_(host, non_blocking=True)\n",
+        "        for p in layout.places:\n"
+        "            n = batch.num_reqs if p.shape[0] == len(self._views[size]['logits_rows']) else p.shape[0]\n"
+        "            live = slice(p.start, p.start + n * (p.end - p.start) // p.shape[0])\n"
+        "            self._buffer[live].copy_(host[live], non_blocking=True)\n"),
     Bug("unused request slots have a length", "runners/prefill.py",
         'FieldSpec(name="seq_lens", dtype=torch.int32, axis="requests", pad=0)',
         'FieldSpec(name="seq_lens", dtype=torch.int32, axis="requests", pad=1)'),
@@ -113,8 +115,8 @@ BUGS = (
     Bug("a table of another request passes", "runners/spec.py",
         "            if batch.slot_mapping[end - 1] != slot:", "            if False:"),
     Bug("static buffers are staged in memory that is used again", "runners/buffers.py",
-        "host = torch.empty((rows, *field.tail), dtype=field.dtype, pin_memory=device.type == \"cuda\")",
-        "host = _STAGED.setdefault((field.name, rows, field.tail), torch.empty((rows, *field.tail), dtype=field.dtype, "
+        "host = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=device.type == \"cuda\")",
+        "host = _STAGED.setdefault(self.num_bytes, torch.empty(self.num_bytes, dtype=torch.uint8, "
         "pin_memory=device.type == \"cuda\"))", gpu=True),
     Bug("a break does not wait for its side streams", "graph/cuda_device.py",
         "        for side in side_streams:\n            main.wait_stream(side)", "        pass", gpu=True),
@@ -152,7 +154,7 @@ def plant(bug: Bug, root: Path) -> None:
         raise SystemExit(f"{bug.name}: expected its line once in {bug.file}, found it {text.count(bug.old)} times")
     text = text.replace(bug.old, bug.new)
     if "_STAGED" in bug.new:
-        text = text.replace("def stage_rows", "_STAGED: dict = {}\n\n\ndef stage_rows")
+        text = text.replace("class _Layout", "_STAGED: dict = {}\n\n\nclass _Layout")
     path.write_text(text, encoding="utf-8")
 
 

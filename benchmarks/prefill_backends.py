@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from breakgraph.attention import KVCacheBuffers, make_attention
@@ -34,14 +35,14 @@ def even_batch(num_tokens: int, num_reqs: int, vocab: int, first_block: int = 1)
     """`num_tokens` new tokens in `num_reqs` prompts of the same length, none of them cached."""
     q_lens = [num_tokens // num_reqs] * num_reqs
     per_req = -(-q_lens[0] // BLOCK)
-    tables = [range(first_block + i * per_req, first_block + (i + 1) * per_req) for i in range(num_reqs)]
-    positions = [p for q in q_lens for p in range(q)]
-    slots = [table[p // BLOCK] * BLOCK + p % BLOCK for table, q in zip(tables, q_lens, strict=True) for p in range(q)]
+    tables = [np.arange(first_block + i * per_req, first_block + (i + 1) * per_req) for i in range(num_reqs)]
+    positions = [np.arange(q) for q in q_lens]
+    slots = [table[p // BLOCK] * BLOCK + p % BLOCK for table, p in zip(tables, positions, strict=True)]
     generator = torch.Generator().manual_seed(num_tokens + num_reqs)
     return StepBatch(
-        input_ids=torch.randint(vocab, (num_tokens,), generator=generator).numpy(), positions=positions,
-        slot_mapping=slots, q_lens=q_lens, seq_lens=q_lens, block_tables=[list(t) for t in tables],
-        logits_rows=last_rows(q_lens),
+        input_ids=torch.randint(vocab, (num_tokens,), generator=generator).numpy(),
+        positions=np.concatenate(positions), slot_mapping=np.concatenate(slots), q_lens=q_lens, seq_lens=q_lens,
+        block_tables=tables, logits_rows=last_rows(q_lens),
     )  # fmt: skip
 
 

@@ -154,9 +154,13 @@ class FlashInferAttention(AttentionBackend):
         elif live < rows:
             out[live:].zero_()
         key_cache, value_cache = self.kv.key[layer.layer_id], self.kv.value[layer.layer_id]
+        if live < rows:
+            q, out = q[:live], out[:live]
+        if stored and kernel.fixed is None:
+            kernel.run(dense_heads(q), key_cache, value_cache, sinks, out)
+            return
         attend = self._module.attend_paged if kernel.fixed is None else self._module.recorded_attention
         attend(
-            dense_heads(q[:live]), dense_heads(k[:live]), dense_heads(v[:live]),
-            step.slot_mapping_gpu[:live], starts, key_cache, value_cache, sinks, kernel.buffers, kernel.handle,
-            out[:live], stored,
+            dense_heads(q), dense_heads(k[:live]), dense_heads(v[:live]), step.slot_mapping_gpu[:live], starts,
+            key_cache, value_cache, sinks, kernel.buffers, kernel.handle, out, stored,
         )  # fmt: skip

@@ -6,7 +6,10 @@ Only flashinfer.py imports this module, and when an instance is made: the packag
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -26,6 +29,8 @@ from breakgraph.attention.flashinfer_plan import (
 )
 from breakgraph.attention.triton_ops import store
 from breakgraph.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,40 @@ class Scratch:
         return self._buffer
 
 
+class _Launch:
+    """The call that a wrapper's `run` makes into its compiled module, with the tensors of another layer in it.
+
+    `run` looks at its arguments for longer than the launch takes, and between two plans they differ in the layer's
+    tensors only.
+    """
+
+    def __init__(self, wrapper: Any, tensors: Sequence[torch.Tensor], extra: Sequence[object]) -> None:
+        """Learns the call from one `wrapper.run` on (q, key_cache, value_cache, out, ...); launches nothing."""
+        module, seen = wrapper._cached_module, []
+        wrapper._cached_module = SimpleNamespace(paged_run=lambda *arguments: seen.append(arguments))
+        q, key_cache, value_cache, out, *_ = tensors
+        try:
+            wrapper.run(q, (key_cache, value_cache), *extra, out=out)
+        finally:
+            wrapper._cached_module = module
+        self._function = module.paged_run
+        self._arguments: list[object] = list(_only(seen))
+        self._places = [_only(i for i, a in enumerate(self._arguments) if a is tensor) for tensor in tensors]
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
+        arguments = self._arguments
+        for place, tensor in zip(self._places, tensors, strict=True):
+            arguments[place] = tensor
+        self._function(*arguments)
+        for place in self._places:
+            arguments[place] = None  # a capture's pool blocks may not outlive it
+
+
+def _only(items: Iterable[T]) -> T:
+    (item,) = items
+    return item
+
+
 class PlannedKernel:
     """FlashInfer's kernel for layers of the same constants, and the plan of the latest step.
 
@@ -94,6 +133,7 @@ class PlannedKernel:
         self.handle = next(_HANDLES)
         self._dtype, self._block_size, self._device = dtype, block_size, device
         self._copied = torch.cuda.Event()
+        self._launch: _Launch | None = None
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         float_workspace = floats.take(float_workspace_bytes(constants, family, fixed, num_sms))
         int_workspace = torch.zeros(
@@ -144,6 +184,7 @@ class PlannedKernel:
             seq_lens=pages.seq_lens, max_token_per_sequence=pages.max_q_len,
         )  # fmt: skip
         self._copied.record()
+        self._launch = None
         self.serial = serial
 
     def run(
@@ -155,8 +196,11 @@ class PlannedKernel:
         out: torch.Tensor,
     ) -> None:
         """Fills `out` [T, H, D] from `q` [T, H, D], T the planned rows; `sinks` [H] float32."""
-        extra = () if sinks is None else (sinks, self.constants.scale)
-        self._wrapper.run(q, (key_cache, value_cache), *extra, out=out)
+        tensors = (q, key_cache, value_cache, out) if sinks is None else (q, key_cache, value_cache, out, sinks)
+        if self._launch is None:
+            extra = () if sinks is None else (sinks, self.constants.scale)
+            self._launch = _Launch(self._wrapper, tensors, extra)
+        self._launch(tensors)
 
     def _plan_largest(self) -> None:
         """Compiles the module, and in graph mode sets the most rows that a plan may have."""
@@ -210,11 +254,11 @@ def attend_paged(
     With `starts`, running sums of new tokens, rows behind the last request store nothing. `buffers` are the kernel's:
     named here for whoever looks at what an operator reads.
     """
-    # Triton launches on the current device, whatever its arguments.
-    with torch.cuda.device(q.device):
-        if not stored:
+    if not stored:
+        # Triton launches on the current device, whatever its arguments; FlashInfer on that of its tensors.
+        with torch.cuda.device(q.device):
             store(k, v, slots, starts, key_cache, value_cache)
-        _KERNELS[handle].run(q, key_cache, value_cache, sinks, out)
+    _KERNELS[handle].run(q, key_cache, value_cache, sinks, out)
 
 
 _LIBRARY = torch.library.Library("breakgraph", "FRAGMENT")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from breakgraph.runners import StepBatch
@@ -34,20 +35,19 @@ def decode_batch(num_reqs: int, context: int, vocab_size: int, seed: int) -> Ste
 
 
 def _batch(q_lens: Sequence[int], seq_lens: Sequence[int], vocab_size: int, seed: int) -> StepBatch:
-    """Requests in blocks of their own, one after the other from block 1 on."""
+    """Requests in blocks of their own, one after the other from block 1 on; arrays, as the engine's steps are."""
     tables, positions, slots, first = [], [], [], 1
     for q_len, seq_len in zip(q_lens, seq_lens, strict=True):
-        table = list(range(first, first + -(-seq_len // BLOCK_SIZE)))
+        table = np.arange(first, first + -(-seq_len // BLOCK_SIZE))
         first += len(table)
         tables.append(table)
-        for position in range(seq_len - q_len, seq_len):
-            positions.append(position)
-            slots.append(table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+        positions.append(np.arange(seq_len - q_len, seq_len))
+        slots.append(table[positions[-1] // BLOCK_SIZE] * BLOCK_SIZE + positions[-1] % BLOCK_SIZE)
     generator = torch.Generator().manual_seed(seed)
     return StepBatch(
-        input_ids=torch.randint(vocab_size, (len(positions),), generator=generator).numpy(),
-        positions=positions,
-        slot_mapping=slots,
+        input_ids=torch.randint(vocab_size, (sum(q_lens),), generator=generator).numpy(),
+        positions=np.concatenate(positions),
+        slot_mapping=np.concatenate(slots),
         q_lens=list(q_lens),
         seq_lens=list(seq_lens),
         block_tables=tables,

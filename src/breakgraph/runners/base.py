@@ -266,9 +266,9 @@ class Runner(ABC):
         self.spec.check(batch)
         return self._run_eager(batch)
 
-    def poison_inputs(self) -> None:
-        """Fill the static buffers with values that are harmless as indices, and wrong: the next step rewrites them."""
-        self._allocated().poison()
+    def poison_inputs(self, size: int) -> None:
+        """Fill a bucket's inputs with values that are harmless as indices, and wrong: the next step rewrites them."""
+        self._allocated().poison(size)
 
     def explain(self) -> dict[ShapeKey, PlanReport]:
         """What was captured, by key."""

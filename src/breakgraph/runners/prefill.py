@@ -12,7 +12,7 @@ from breakgraph.attention.kv_buffers import RESERVED_BLOCK
 from breakgraph.errors import ConfigError
 from breakgraph.runners.base import Runner
 from breakgraph.runners.batch import StepBatch
-from breakgraph.runners.buffers import stage_ints, stage_rows
+from breakgraph.runners.buffers import stage_fields
 from breakgraph.runners.ladder import check_ladder, default_ladder
 from breakgraph.runners.spec import RESERVED_SLOT, FieldSpec, Pad, PhaseSpec
 
@@ -64,11 +64,11 @@ def prefill_spec(
 
 def _slot_fields(max_blocks_per_seq: int, num_blocks: int) -> tuple[FieldSpec, ...]:
     """Request metadata. An unused slot is a sentinel: no tokens, no keys, and its start parked after the last token."""
-    return (
-        FieldSpec(name="cu_seqlens_q", dtype=torch.int32, axis="request_bounds", pad=Pad.REPEAT_LAST),
-        FieldSpec(name="seq_lens", dtype=torch.int32, axis="requests", pad=0),
-        _table_field(max_blocks_per_seq, num_blocks),
-    )
+    return (_CU_SEQLENS_Q, _SEQ_LENS, _table_field(max_blocks_per_seq, num_blocks))
+
+
+_CU_SEQLENS_Q = FieldSpec(name="cu_seqlens_q", dtype=torch.int32, axis="request_bounds", pad=Pad.REPEAT_LAST)
+_SEQ_LENS = FieldSpec(name="seq_lens", dtype=torch.int32, axis="requests", pad=0)
 
 
 def _table_field(width: int, num_blocks: int) -> FieldSpec:
@@ -88,16 +88,17 @@ class PrefillRunner(Runner):
     def _attention_step(self, batch: StepBatch, fields: Mapping[str, Tensor], in_bucket: bool) -> AttentionStep:
         slot_mapping = fields["slot_mapping"]
         table_field = _table_field(max(map(len, batch.block_tables)), self.spec.num_blocks)
-        tables = stage_rows(table_field, batch.block_tables, batch.num_reqs, self.device)
+        parts = ((_CU_SEQLENS_Q, batch.cu_seqlens_q), (_SEQ_LENS, batch.seq_lens), (table_field, batch.block_tables))
+        metadata = stage_fields(parts, self.device)
         return AttentionStep(
             phase=self.spec.phase,
             num_tokens=batch.num_tokens,
             padded_num_tokens=slot_mapping.shape[0],
             q_lens=tuple(batch.q_lens),
             seq_lens=tuple(batch.seq_lens),
-            cu_seqlens_q_gpu=stage_ints(batch.cu_seqlens_q, torch.int32, self.device),
-            seq_lens_gpu=stage_ints(batch.seq_lens, torch.int32, self.device),
-            block_tables_gpu=tables.to(self.device, non_blocking=True),
+            cu_seqlens_q_gpu=metadata["cu_seqlens_q"],
+            seq_lens_gpu=metadata["seq_lens"],
+            block_tables_gpu=metadata["block_tables"],
             slot_mapping_gpu=slot_mapping,
             num_tokens_gpu=fields["num_live_tokens"] if in_bucket else None,
         )

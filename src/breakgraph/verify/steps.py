@@ -132,7 +132,8 @@ class RunnerCase(Case):
     def poison(self) -> None:
         if self._poisons:
             super().poison()
-            self._runner.poison_inputs()
+            assert self._bucket is not None, "a step that fits no bucket has no replay to verify"
+            self._runner.poison_inputs(self._bucket)
 
 
 class _TailPoison(BreakWatcher):

@@ -62,12 +62,15 @@ class FakeAttention:
     def __init__(self, support: str = "decode") -> None:
         self.support = support
         self.steps: list[AttentionStep] = []
+        self.tables: list[Tensor] = []
+        """Copies: another bucket's load overwrites the static ones."""
 
     def graph_support(self, phase: str) -> str:
         return self.support
 
     def plan(self, step: AttentionStep) -> AttentionStep:
         self.steps.append(step)
+        self.tables.append(step.block_tables_gpu.clone())
         return step
 
 

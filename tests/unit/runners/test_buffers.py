@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from breakgraph.errors import ConfigError
-from breakgraph.runners.buffers import StaticBuffers, live_fields, stage_rows
+from breakgraph.runners.buffers import StaticBuffers, _Layout, live_fields, stage_fields
 from breakgraph.runners.spec import FieldSpec, Pad, PhaseSpec
 from unit.runners.fakes import decode_batch, make_batch, make_decode_spec, make_prefill_spec
 
@@ -82,19 +83,25 @@ def test_tails_of_a_bigger_batch_are_gone(size: int) -> None:
     assert views["slot_mapping"][1:].tolist() == [0] * (size - 1)
 
 
-def test_a_load_stays_inside_its_bucket() -> None:
-    spec = make_prefill_spec()
-    buffers = poisoned(spec)
-    buffers.load(make_batch([(0, 3)]), 4)
-    assert buffers.views(16)["input_ids"][4:].eq(GARBAGE).all()
+@pytest.mark.parametrize("make_spec", [make_prefill_spec, make_decode_spec])
+def test_fields_of_a_bucket_lie_apart_and_start_as_allocations_do(make_spec: Callable[[], PhaseSpec]) -> None:
+    spec = make_spec()
+    buffers = StaticBuffers(spec, CPU)
+    for size in spec.ladder:
+        views = sorted(buffers.views(size).values(), key=torch.Tensor.data_ptr)
+        base = views[0].untyped_storage().data_ptr()
+        assert all((view.data_ptr() - base) % 256 == 0 for view in views)
+        ends = [view.data_ptr() + view.nbytes for view in views]
+        assert all(end <= later.data_ptr() for end, later in zip(ends, views[1:], strict=False))
+        assert ends[-1] <= base + buffers.num_bytes
 
 
-def test_buckets_share_addresses_and_loads_keep_them() -> None:
+def test_loads_keep_the_addresses_of_a_bucket() -> None:
     buffers = StaticBuffers(make_prefill_spec(), CPU)
-    before = {name: view.data_ptr() for name, view in buffers.views(16).items()}
+    before = {name: view.data_ptr() for name, view in buffers.views(4).items()}
+    buffers.load(make_batch([(0, 9)]), 16)
     loaded = buffers.load(make_batch([(0, 3)]), 4)
     assert {name: view.data_ptr() for name, view in loaded.items()} == before
-    assert {name: view.data_ptr() for name, view in buffers.views(8).items()} == before
 
 
 @pytest.mark.parametrize("block", [-1, 64, 1000])
@@ -109,10 +116,9 @@ def test_a_block_out_of_range_is_refused_before_the_first_write(block: int) -> N
 
 def test_every_step_stages_in_memory_of_its_own() -> None:
     field = FieldSpec(name="seq_lens", dtype=torch.int32, axis="requests", pad=Pad.REPEAT_LAST)
-    first = stage_rows(field, [1, 2], 3, CPU)
-    second = stage_rows(field, [3, 4], 3, CPU)
-    assert first.tolist() == [1, 2, 2]
-    assert second.tolist() == [3, 4, 4]
+    first, second = (stage_fields([(field, values)], CPU)["seq_lens"] for values in ([1, 2], [3, 4]))
+    assert first.tolist() == [1, 2]
+    assert second.tolist() == [3, 4]
 
 
 def test_live_fields_have_no_padding() -> None:
@@ -130,7 +136,9 @@ def test_live_fields_have_no_padding() -> None:
 
 def test_staging_is_pinned_where_copies_are_asynchronous(device: torch.device) -> None:
     field = FieldSpec(name="seq_lens", dtype=torch.int32, axis="requests", pad=1)
-    assert stage_rows(field, [5], 2, device).is_pinned() == (device.type == "cuda")
+    staged = _Layout([(field, 2)]).stage([[5]], device)
+    assert staged.is_pinned() == (device.type == "cuda")
+    assert staged.view(torch.int32).tolist() == [5, 1]
 
 
 def test_steps_in_flight_keep_their_values(device: torch.device) -> None:

@@ -218,7 +218,7 @@ def test_capture_writes_to_the_reserved_slot_only(phase: str) -> None:
     setup.runner.capture()
     assert [len(call["input_ids"]) for call in setup.forward.calls] == list(reversed(setup.runner.spec.ladder))
     assert all(call["slot_mapping"].eq(0).all() for call in setup.forward.calls)
-    assert all(step.block_tables_gpu.eq(0).all() for step in setup.attention.steps)
+    assert all(table.eq(0).all() for table in setup.attention.tables)
     assert setup.forward.steps == setup.attention.steps
 
 
