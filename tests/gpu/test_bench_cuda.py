@@ -55,7 +55,8 @@ def test_steps_are_timed_beside_what_the_gpu_needs(config: BenchConfig, folder: 
 
 
 def test_capture_has_times_and_driver_memory(folder: str) -> None:
-    result, _ = run(CaptureBench(model=folder, max_num_batched_tokens=64, max_num_seqs=4, backends=("breakable",)))
+    result, _ = run(CaptureBench(model=folder, max_num_batched_tokens=64, max_num_seqs=4, backends=("breakable",),
+                                attention=("triton",)))
     buckets = [row for row in result.rows if row.name == "bucket"]
     assert buckets
     assert all(row.metrics["time"].value > 0 and "driver" in row.metrics for row in buckets)
@@ -65,7 +66,7 @@ def test_capture_has_times_and_driver_memory(folder: str) -> None:
 
 def test_serving_beside_continuous_batching_of_transformers(folder: str) -> None:
     config = ServeBench(model=folder, num_requests=6, prompt_len=40, answer_len=8, max_num_batched_tokens=128,
-                        rounds=1, backends=("breakable",), peers=("transformers",))  # fmt: skip
+                        rounds=1, backends=("breakable",), attention=("triton",), peers=("transformers",))  # fmt: skip
     result, _ = run(config)
     rows = {str(row.params.get("backend")): row for row in result.rows if row.name == "serve"}
     assert rows["breakable"].metrics["graph_hit_rate"].value == 100
@@ -77,7 +78,7 @@ def test_serving_beside_continuous_batching_of_transformers(folder: str) -> None
 
 def test_the_compiled_body_beside_ours(folder: str) -> None:
     config = PrefillBench(model=folder, tokens=(64,), requests=(1,), rounds=5, backends=("full",),
-                          peers=("torch.compile",))  # fmt: skip
+                          attention=("triton",), peers=("torch.compile",))  # fmt: skip
     result, _ = run(config)
     (peer,) = [row for row in result.rows if row.params.get("backend") == "torch.compile, body only"]
     assert peer.metrics["time"].value > 0

@@ -11,6 +11,7 @@ a request's result is the same within rounding.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ class FlashInferAttention(AttentionBackend):
         if phase == DECODE:
             return "decode"
         device = None if self._kv is None else next(iter(self._kv.key.values())).device
-        return "varlen" if torch.cuda.get_device_capability(device) == FA3_CAPABILITY else "none"
+        return "varlen" if _is_hopper(device) else "none"
 
     def plan(self, step: AttentionStep) -> FlashInferMetadata:
         assert step.q_lens, f"attention 'flashinfer' needs the host lengths of a {step.phase!r} step"
@@ -82,8 +83,7 @@ class FlashInferAttention(AttentionBackend):
         num_slots, width = step.block_tables_gpu.shape
         fixed = FixedShape(step.padded_num_tokens, num_slots, width) if decode or step.fixed_slots else None
         device = step.block_tables_gpu.device
-        hopper = torch.cuda.get_device_capability(device) == FA3_CAPABILITY
-        family: Family = "fa3" if hopper and not decode else "fa2"
+        family: Family = "fa3" if _is_hopper(device) and not decode else "fa2"
         unused = 1 if decode else 0  # a padded decode row attends to one token of the reserved block
         q_lens, seq_lens = (
             flashinfer_plan.fill_slots(lens, num_slots, unused) for lens in (step.q_lens, step.seq_lens)
@@ -164,3 +164,8 @@ class FlashInferAttention(AttentionBackend):
             dense_heads(q), dense_heads(k[:live]), dense_heads(v[:live]), step.slot_mapping_gpu[:live], starts,
             key_cache, value_cache, sinks, kernel.buffers, kernel.handle, out, stored,
         )  # fmt: skip
+
+
+@functools.cache
+def _is_hopper(device: torch.device | None) -> bool:
+    return torch.cuda.get_device_capability(device) == FA3_CAPABILITY

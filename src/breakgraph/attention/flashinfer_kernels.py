@@ -6,10 +6,7 @@ Only flashinfer.py imports this module, and when an instance is made: the packag
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -17,6 +14,7 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from flashinfer.jit.attention.variants import attention_sink_decl
 
+from breakgraph.attention.flashinfer_calls import PlanCall, RunCall
 from breakgraph.attention.flashinfer_plan import (
     Family,
     FixedShape,
@@ -30,30 +28,48 @@ from breakgraph.attention.flashinfer_plan import (
 from breakgraph.attention.triton_ops import store
 from breakgraph.errors import ConfigError
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class StepPages:
-    """A step's layout where FlashInfer wants it: everything in pinned host memory but the pages themselves."""
+    """A step's layout where FlashInfer wants it, int32. R requests."""
 
     qo_indptr: torch.Tensor
+    """[R + 1] in pinned host memory, as the next two."""
     kv_indptr: torch.Tensor
     last_page_len: torch.Tensor
+    """[R]"""
     seq_lens: torch.Tensor
+    """[R]"""
+    on_device: torch.Tensor
+    """[3R + 2], the first three one behind the other."""
     indices: torch.Tensor
-    """[number of pages] int32 on the device, request by request."""
+    """[number of pages] on the device, request by request."""
     max_q_len: int
+
+    @property
+    def for_plan(self) -> tuple[torch.Tensor, ...]:
+        return self.qo_indptr, self.kv_indptr, self.seq_lens
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.qo_indptr[-1])
 
     @classmethod
     def stage(cls, layout: StepLayout, block_tables: torch.Tensor) -> StepPages:
         """`block_tables` [R, width] on the device. One copy goes there, from fresh pinned memory; nothing waits."""
         parts = (layout.qo_indptr, layout.kv_indptr, layout.last_page_len, layout.seq_lens, layout.page_positions)
-        host = torch.empty(sum(map(len, parts)), dtype=torch.int32, pin_memory=True)
+        sizes = [len(part) for part in parts]
+        host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
         np.concatenate(parts, out=host.numpy())
-        qo_indptr, kv_indptr, last_page_len, seq_lens, positions = host.split([len(part) for part in parts])
-        indices = block_tables.flatten().index_select(0, positions.to(block_tables.device, non_blocking=True))
-        return cls(qo_indptr, kv_indptr, last_page_len, seq_lens, indices, layout.max_q_len)
+        device = host.to(block_tables.device, non_blocking=True)
+        on_device, _, positions = device.split([sum(sizes[:3]), *sizes[3:]])
+        indices = block_tables.flatten().index_select(0, positions)
+        qo_indptr, kv_indptr, last_page_len, seq_lens, _ = host.split(sizes)
+        return cls(qo_indptr, kv_indptr, last_page_len, seq_lens, on_device, indices, layout.max_q_len)
+
+    def split(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of a tensor like `on_device`: its three parts."""
+        return packed.split([len(self.qo_indptr), len(self.kv_indptr), len(self.last_page_len)])
 
 
 class Scratch:
@@ -70,40 +86,6 @@ class Scratch:
         if self._buffer is None or len(self._buffer) < size:
             self._buffer = torch.zeros(size, dtype=self._dtype, device=self._device)
         return self._buffer
-
-
-class _Launch:
-    """The call that a wrapper's `run` makes into its compiled module, with the tensors of another layer in it.
-
-    `run` looks at its arguments for longer than the launch takes, and between two plans they differ in the layer's
-    tensors only.
-    """
-
-    def __init__(self, wrapper: Any, tensors: Sequence[torch.Tensor], extra: Sequence[object]) -> None:
-        """Learns the call from one `wrapper.run` on (q, key_cache, value_cache, out, ...); launches nothing."""
-        module, seen = wrapper._cached_module, []
-        wrapper._cached_module = SimpleNamespace(paged_run=lambda *arguments: seen.append(arguments))
-        q, key_cache, value_cache, out, *_ = tensors
-        try:
-            wrapper.run(q, (key_cache, value_cache), *extra, out=out)
-        finally:
-            wrapper._cached_module = module
-        self._function = module.paged_run
-        self._arguments: list[object] = list(_only(seen))
-        self._places = [_only(i for i, a in enumerate(self._arguments) if a is tensor) for tensor in tensors]
-
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
-        arguments = self._arguments
-        for place, tensor in zip(self._places, tensors, strict=True):
-            arguments[place] = tensor
-        self._function(*arguments)
-        for place in self._places:
-            arguments[place] = None  # a capture's pool blocks may not outlive it
-
-
-def _only(items: Iterable[T]) -> T:
-    (item,) = items
-    return item
 
 
 class PlannedKernel:
@@ -133,7 +115,7 @@ class PlannedKernel:
         self.handle = next(_HANDLES)
         self._dtype, self._block_size, self._device = dtype, block_size, device
         self._copied = torch.cuda.Event()
-        self._launch: _Launch | None = None
+        self._run: RunCall | None = None
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         float_workspace = floats.take(float_workspace_bytes(constants, family, fixed, num_sms))
         int_workspace = torch.zeros(
@@ -143,20 +125,20 @@ class PlannedKernel:
         """What the kernel reads and writes besides its arguments."""
         indices: dict[str, torch.Tensor] = {}
         if fixed is not None:
-            indices = {
-                "qo_indptr_buf": torch.zeros(fixed.num_slots + 1, dtype=torch.int32, device=device),
-                "paged_kv_indptr_buf": torch.zeros(fixed.num_slots + 1, dtype=torch.int32, device=device),
-                "paged_kv_last_page_len_buf": torch.zeros(fixed.num_slots, dtype=torch.int32, device=device),
-                "paged_kv_indices_buf": pages.take(fixed.max_pages),
-            }
-            self.buffers += indices.values()
+            slots = fixed.num_slots
+            self._packed = torch.zeros(3 * slots + 2, dtype=torch.int32, device=device)
+            names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_last_page_len_buf")
+            indices = dict(zip(names, self._packed.split([slots + 1, slots + 1, slots]), strict=True))
+            indices["paged_kv_indices_buf"] = pages.take(fixed.max_pages)
+            self._index_buffers = tuple(indices.values())
+            self.buffers += self._index_buffers
         try:
             self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
                 float_workspace, "NHD", use_cuda_graph=fixed is not None, backend=family,
                 **indices, **sink_module(constants, family, dtype),
             )  # fmt: skip
             self._wrapper.reset_workspace_buffer(float_workspace, int_workspace)
-            self._plan_largest()
+            self._plan = self._plan_largest()
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, OSError) as failure:
@@ -175,16 +157,17 @@ class PlannedKernel:
         that plan on the device come before the new copy in stream order.
         """
         self._copied.synchronize()
-        constants = self.constants
-        self._wrapper.plan(
-            pages.qo_indptr, pages.kv_indptr, pages.indices, pages.last_page_len,
-            constants.num_heads, constants.num_kv_heads, constants.head_dim, self._block_size,
-            causal=True, sm_scale=constants.scale, window_left=constants.window_left,
-            logits_soft_cap=constants.softcap, q_data_type=self._dtype, kv_data_type=self._dtype,
-            seq_lens=pages.seq_lens, max_token_per_sequence=pages.max_q_len,
-        )  # fmt: skip
+        buffers: tuple[torch.Tensor, ...] = (*pages.split(pages.on_device), pages.indices)
+        num_rows = pages.num_rows
+        if self.fixed is not None:
+            self._packed.copy_(pages.on_device)
+            self._index_buffers[3][: len(pages.indices)].copy_(pages.indices)
+            buffers, num_rows = self._index_buffers, self.fixed.num_rows
+        self._info = self._plan.of_step(pages.for_plan, num_rows)
         self._copied.record()
-        self._launch = None
+        self._step_buffers = buffers
+        if self._run is not None:
+            self._run.use_plan(self._info, buffers)
         self.serial = serial
 
     def run(
@@ -197,20 +180,34 @@ class PlannedKernel:
     ) -> None:
         """Fills `out` [T, H, D] from `q` [T, H, D], T the planned rows; `sinks` [H] float32."""
         tensors = (q, key_cache, value_cache, out) if sinks is None else (q, key_cache, value_cache, out, sinks)
-        if self._launch is None:
+        if self._run is None:
             extra = () if sinks is None else (sinks, self.constants.scale)
-            self._launch = _Launch(self._wrapper, tensors, extra)
-        self._launch(tensors)
+            self._run = RunCall(self._wrapper, tensors, extra)
+            self._run.use_plan(self._info, self._step_buffers)
+        self._run.of_layer(tensors)
 
-    def _plan_largest(self) -> None:
-        """Compiles the module, and in graph mode sets the most rows that a plan may have."""
+    def _plan_largest(self) -> PlanCall:
+        """Compiles the module, and in graph mode sets the most rows that a plan may have; learns how to plan."""
         shape = self.fixed or FixedShape(num_rows=1, num_slots=1, table_width=1)
         # One request with every row, or one row in each slot where there are as many: no more rows can ever come.
         each = 1 if shape.num_rows == shape.num_slots else 0
         q_lens = fill_slots((shape.num_rows - each * (shape.num_slots - 1),), shape.num_slots, each)
         layout = lay_out(q_lens, fill_slots((1,), shape.num_slots, each), self._block_size, shape.table_width)
         tables = torch.zeros(shape.num_slots, shape.table_width, dtype=torch.int32, device=self._device)
-        self.plan(StepPages.stage(layout, tables), serial=0)
+        pages, constants = StepPages.stage(layout, tables), self.constants
+
+        def plan() -> None:
+            self._wrapper.plan(
+                pages.qo_indptr, pages.kv_indptr, pages.indices, pages.last_page_len,
+                constants.num_heads, constants.num_kv_heads, constants.head_dim, self._block_size,
+                causal=True, sm_scale=constants.scale, window_left=constants.window_left,
+                logits_soft_cap=constants.softcap, q_data_type=self._dtype, kv_data_type=self._dtype,
+                seq_lens=pages.seq_lens, max_token_per_sequence=pages.max_q_len,
+            )  # fmt: skip
+
+        plan()
+        self._copied.record()
+        return PlanCall(self._wrapper, plan, pages.for_plan)
 
 
 def sink_module(constants: PlanConstants, family: Family, dtype: torch.dtype) -> dict[str, object]:

@@ -34,7 +34,7 @@ def profiled(run: Callable[[], object], device: torch.device, *, host: bool) -> 
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
         torch.cuda.synchronize(device)
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
