@@ -3,10 +3,10 @@
 
 Only expert_ops.py imports this module: triton is not on every machine.
 
-A pair is one of the `top_k` choices of one token, numbered token * top_k + choice. Pairs are grouped by a stable counting
+A pair is one of the `top_k` choices of a token, numbered token * top_k + choice. Pairs are grouped by a stable counting
 sort in three kernels (count, scan, place), and each expert's group is cut into tiles of BLOCK_M rows, of which the last
-may be partly empty. Each row is computed by itself, in an order that depends on the tile sizes alone: in one bucket, a
-pair's result has the same bits whatever else is in the step. The scheme of padded tiles is that of "MegaBlocks" (Gale et al., 2022).
+may be partly empty: the scheme of "MegaBlocks" (Gale et al., 2022). Each row is computed by itself, in an order that
+depends on the tile sizes alone: in one bucket, a pair's result has the same bits whatever else is in the step.
 """
 
 from __future__ import annotations
