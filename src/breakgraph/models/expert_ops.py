@@ -1,0 +1,160 @@
+"""The experts of a mixture as one operator around our Triton kernels.
+
+It reads nothing on the host and its grids depend on shapes alone, so a captured graph serves any routing. Rows behind
+the live ones cost no expert anything.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from breakgraph.models.expert_kernels import (
+    combine_kernel,
+    count_kernel,
+    down_kernel,
+    place_kernel,
+    scan_kernel,
+    up_kernel,
+)
+
+_CHUNK = 128
+"""Pairs that one program sorts."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one program of a product cuts its work."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# By rows of an expert, about. Few rows are there to read weights, many to multiply.
+_TILES = {16: Tile(16, 128, 128, 4, 4), 32: Tile(32, 128, 64, 4, 4), 64: Tile(64, 128, 64, 4, 4)}
+_LARGEST = Tile(128, 128, 64, 8, 3)
+_FLOAT32 = Tile(16, 32, 32, 4, 2)
+
+
+@lru_cache
+def tile_for(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tile:
+    """For a step of so many pairs, evenly spread."""
+    if dtype == torch.float32:
+        return _FLOAT32
+    each = num_pairs / num_experts
+    return next((tile for rows, tile in _TILES.items() if each <= rows), _LARGEST)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Pairs grouped by expert, see expert_kernels.py."""
+
+    rows: Tensor
+    tile_experts: Tensor
+    tile_rows: Tensor
+    num_tiles: int
+
+
+def _group(index: Tensor, num_live: Tensor | None, num_experts: int, block_m: int) -> _Groups:
+    num_pairs, top_k = index.numel(), index.shape[1]
+    block_e = triton.next_power_of_2(num_experts)
+    chunks = triton.cdiv(num_pairs, _CHUNK)
+    # Each expert may leave a tile partly empty, and one without pairs has none.
+    num_tiles = min(num_pairs, triton.cdiv(num_pairs, block_m) + num_experts)
+    made = index.new_empty(chunks * block_e + block_e + num_tiles * (block_m + 2), dtype=torch.int32)
+    counts, totals, rows, tile_experts, tile_rows = made.split(
+        [chunks * block_e, block_e, num_tiles * block_m, num_tiles, num_tiles]
+    )
+    live = index if num_live is None else num_live
+    common = {"TOP_K": top_k, "NUM_EXPERTS": num_experts, "BLOCK_E": block_e, "CHUNK": _CHUNK}
+    has_live = num_live is not None
+    count_kernel[(chunks,)](counts, index, live, num_pairs, **common, LIVE=has_live, num_warps=8)
+    columns = min(block_e, 16)
+    scan_kernel[(block_e // columns,)](counts, totals, chunks, BLOCK_E=block_e, ROWS=128, COLUMNS=columns, num_warps=4)
+    place_kernel[(chunks,)](
+        rows, tile_experts, tile_rows, counts, totals, index, live, num_pairs, num_tiles, **common,
+        BLOCK_M=block_m, TILES=triton.next_power_of_2(triton.cdiv(num_tiles, chunks)), LIVE=has_live, num_warps=8,
+    )  # fmt: skip
+    return _Groups(rows, tile_experts, tile_rows, num_tiles)
+
+
+def _up(x: Tensor, groups: _Groups, weight: Tensor, bias: Tensor | None, top_k: int, gated: bool, tile: Tile) -> Tensor:
+    """`weight` [E, columns, width] with any strides."""
+    num_columns = weight.shape[1] // 2 if gated else weight.shape[1]
+    hidden = x.new_empty(groups.num_tiles * tile.block_m, num_columns)
+    # Two products at a time: half of the columns each.
+    block_n = max(16, tile.block_n // 2) if gated else tile.block_n
+    up_kernel[(groups.num_tiles * triton.cdiv(num_columns, block_n),)](
+        hidden, x, weight, x if bias is None else bias, groups.rows, groups.tile_experts, groups.tile_rows,
+        groups.num_tiles, x.stride(0), *weight.stride(), TOP_K=top_k, WIDTH=x.shape[1], NUM_COLUMNS=num_columns,
+        BLOCK_M=tile.block_m, BLOCK_N=block_n, BLOCK_K=tile.block_k, GATED=gated, BIAS=bias is not None,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return hidden
+
+
+def _down(
+    hidden: Tensor, groups: _Groups, weight: Tensor, bias: Tensor | None, choice: Tensor, tile: Tile
+) -> Tensor:  # fmt: skip
+    """`weight` [E, columns, width] with any strides."""
+    num_columns = weight.shape[1]
+    parts = hidden.new_empty(choice.numel(), num_columns)
+    down_kernel[(groups.num_tiles * triton.cdiv(num_columns, tile.block_n),)](
+        parts, hidden, weight, hidden if bias is None else bias, choice, groups.rows, groups.tile_experts,
+        groups.tile_rows, groups.num_tiles, *weight.stride(), WIDTH=hidden.shape[1], NUM_COLUMNS=num_columns,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, BIAS=bias is not None,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return parts
+
+
+def _combine(parts: Tensor, index: Tensor, num_live: Tensor | None, num_experts: int) -> Tensor:
+    num_tokens, top_k = index.shape
+    out = parts.new_empty(num_tokens, parts.shape[1])
+    block_n = min(1024, triton.next_power_of_2(parts.shape[1]))
+    combine_kernel[(num_tokens, triton.cdiv(parts.shape[1], block_n))](
+        out, parts, index, index if num_live is None else num_live, index.numel(), TOP_K=top_k,
+        NUM_EXPERTS=num_experts, BLOCK_T=triton.next_power_of_2(top_k), NUM_COLUMNS=parts.shape[1], BLOCK_N=block_n,
+        LIVE=num_live is not None, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _gated_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, choice: Tensor, num_live: Tensor | None
+) -> Tensor:  # fmt: skip
+    num_experts, top_k = gate_up.shape[0], index.shape[1]
+    if not x.shape[0]:
+        return torch.empty_like(x)
+    tile = tile_for(index.numel(), num_experts, x.dtype)
+    # Triton launches on the current device, whatever its arguments.
+    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        groups = _group(index, num_live, num_experts, tile.block_m)
+        hidden = _up(x, groups, gate_up, None, top_k, True, tile)
+        parts = _down(hidden, groups, down, None, choice, tile)
+        return _combine(parts, index, num_live, num_experts)
+
+
+_LIBRARY = torch.library.Library("breakgraph", "FRAGMENT")
+_LIBRARY.define(
+    "gated_experts(Tensor x, Tensor gate_up, Tensor down, Tensor index, Tensor choice, Tensor? num_live) -> Tensor"
+)
+for _key in ("CUDA", "CPU"):
+    _LIBRARY.impl("gated_experts", _gated_experts, _key)
+_LIBRARY.impl("gated_experts", lambda x, *_: torch.empty_like(x), "Meta")
+
+gated_experts: Any = torch.ops.breakgraph.gated_experts.default
+"""x [T, H], gate_up [E, 2 * I, H] (gates first), down [E, H, I], index [T, k] int64 and choice [T, k] to [T, H].
+
+The sum over k of choice * (silu(x @ gate.T) * (x @ up.T)) @ down.T. Experts outside 0 to E - 1 and rows from `num_live`
+[1] on give zeros.
+"""

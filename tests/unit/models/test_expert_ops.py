@@ -1,0 +1,105 @@
+"""The Triton experts, in Triton's interpreter where there is no GPU, against the same sums spelt out in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from breakgraph.models import expert_ops
+from breakgraph.models.expert_ops import Tile, _group, gated_experts
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NUM_EXPERTS, TOP_K, WIDTH, INNER = 5, 2, 24, 20
+
+
+class Case:
+    def __init__(self, num_tokens: int, *, num_experts: int = NUM_EXPERTS, top_k: int = TOP_K, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(DEVICE)
+
+        self.x, self.choice = random(num_tokens, WIDTH), random(num_tokens, top_k).abs()
+        self.gate_up, self.down = random(num_experts, 2 * INNER, WIDTH), random(num_experts, WIDTH, INNER)
+        self.index = torch.stack(
+            [torch.randperm(num_experts, generator=generator)[:top_k] for _ in range(num_tokens)]
+        ).to(DEVICE) if num_tokens else torch.empty(0, top_k, dtype=torch.int64, device=DEVICE)  # fmt: skip
+
+    def run(self, num_live: int | None = None) -> Tensor:
+        live = None if num_live is None else torch.tensor([num_live], dtype=torch.int32, device=DEVICE)
+        return gated_experts(self.x, self.gate_up, self.down, self.index, self.choice, live)
+
+    def expected(self, num_live: int | None = None) -> Tensor:
+        out = torch.zeros(len(self.x), WIDTH, dtype=torch.float64, device=DEVICE)
+        for token in range(len(self.x) if num_live is None else num_live):
+            for expert, weight in zip(self.index[token].tolist(), self.choice[token].tolist(), strict=True):
+                if 0 <= expert < len(self.down):
+                    gate, up = (self.gate_up[expert].double() @ self.x[token].double()).chunk(2)
+                    out[token] += weight * (self.down[expert].double() @ (torch.nn.functional.silu(gate) * up))
+        return out
+
+    def check(self, num_live: int | None = None) -> None:
+        out = self.run(num_live)
+        assert (out.double() - self.expected(num_live)).abs().max().item() < 1e-3
+        if num_live is not None:
+            assert not out[num_live:].any()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 70])
+def test_sums_over_the_chosen_experts(num_tokens: int) -> None:
+    Case(num_tokens).check()
+
+
+@pytest.mark.parametrize("num_live", [0, 1, 8, 19])
+def test_padding_reaches_no_expert_and_is_zero(num_live: int) -> None:
+    case = Case(19)
+    case.x[num_live:] = torch.nan
+    case.choice[num_live:] = torch.nan
+    case.check(num_live)
+
+
+def test_everybody_wants_the_same_expert_and_some_nobody_wants() -> None:
+    case = Case(40)
+    case.index[:] = torch.tensor([3, 1], device=DEVICE)
+    case.check()
+
+
+def test_sentinels_of_the_router_count_nothing() -> None:
+    case = Case(12)
+    case.index[::3, 0], case.index[5] = NUM_EXPERTS, -1
+    case.check()
+    assert not case.run()[5].any()
+
+
+def test_no_tokens() -> None:
+    assert Case(0).run().shape == (0, WIDTH)
+
+
+@pytest.mark.parametrize(("num_tokens", "block_m"), [(1, 16), (70, 16), (200, 32)])
+def test_groups_hold_each_pair_once_and_in_order(num_tokens: int, block_m: int) -> None:
+    case = Case(num_tokens, num_experts=9, top_k=3)
+    groups = _group(case.index, None, 9, block_m)
+    flat, seen = case.index.flatten().tolist(), []
+    for tile, (expert, count) in enumerate(
+        zip(groups.tile_experts.tolist(), groups.tile_rows.tolist(), strict=True)
+    ):
+        pairs = groups.rows[tile * block_m : tile * block_m + count].tolist()
+        assert [flat[pair] for pair in pairs] == [expert] * count
+        assert pairs == sorted(pairs)
+        seen += pairs
+    assert sorted(seen) == list(range(3 * num_tokens))
+
+
+def test_widths_beyond_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_ops, "tile_for", lambda *key: Tile(16, 16, 16, 4, 2))
+    Case(23).check()
+
+
+def test_weights_with_any_strides() -> None:
+    case = Case(9)
+    case.gate_up = case.gate_up.transpose(1, 2).contiguous().transpose(1, 2)
+    case.down = case.down.transpose(1, 2).contiguous().transpose(1, 2)
+    case.check()
