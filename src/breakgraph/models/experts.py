@@ -1,7 +1,8 @@
 """Experts that leave out padding: what a bucket adds to a step costs its dense layers, and no expert.
 
-`transformers` computes all rows. Here the rows behind the live ones are routed to an expert that does not exist, which
-its grouped matrix multiplication skips: such rows lie behind the last group and come out as zero.
+`transformers` computes all rows. Here the rows behind the live ones are routed to an expert that does not exist. Our
+Triton kernels skip it; so does the grouped matrix multiplication of `transformers`, which takes every kind of experts:
+such rows lie behind the last group and come out as zero.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
+from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from breakgraph.attention import live_token_count
 
 LIVE_GROUPED_MM = "breakgraph_grouped_mm"
+TRITON = "breakgraph_triton"
 
 
 def _live_grouped_mm(
@@ -29,11 +34,49 @@ def _live_grouped_mm(
     return experts
 
 
-ExpertsInterface.register(LIVE_GROUPED_MM, _live_grouped_mm)
+def _triton(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """As `_live_grouped_mm`, in our kernels; for models that `triton_refusals` has nothing against."""
+    from breakgraph.models.expert_ops import gated_experts
+
+    num_live = live_token_count(hidden_states.shape[0])
+    experts: torch.Tensor = gated_experts(
+        hidden_states, module.gate_up_proj, module.down_proj, top_k_index, top_k_weights, num_live
+    )
+    return experts
+
+
+_FUNCTIONS = {LIVE_GROUPED_MM: _live_grouped_mm, TRITON: _triton}
+for _name, _function in _FUNCTIONS.items():
+    ExpertsInterface.register(_name, _function)
+
+
+def triton_refusals(model: PreTrainedModel) -> list[str]:
+    """What about the model's experts our kernels do not compute, where they compute not all of them."""
+    modules = [module for module in model.modules() if hasattr(module, "has_gate")]
+    return sorted({reason for module in modules if (reason := _refusal(module)) is not None})
+
+
+def _refusal(module: Any) -> str | None:
+    if not module.has_gate:
+        return "they have no gate"
+    if not module.is_concatenated:
+        return "gates and up projections take turns in their weights"
+    if module.is_transposed:
+        return "their weights are transposed"
+    if module.has_bias:
+        return "they have biases"
+    if type(module)._apply_gate is not moe._default_apply_gate:
+        return "they gate in a way of their own"
+    if not isinstance(module.act_fn, torch.nn.SiLU | SiLUActivation):
+        return f"they are activated by {type(module.act_fn).__name__}, not SiLU"
+    return None
 
 
 def hide_experts() -> None:
     """Make Dynamo leave the experts alone: it compiles what lies before them and what lies behind them."""
     import torch._dynamo
 
-    ExpertsInterface.register(LIVE_GROUPED_MM, torch._dynamo.disable(_live_grouped_mm))
+    for name, function in _FUNCTIONS.items():
+        ExpertsInterface.register(name, torch._dynamo.disable(function))

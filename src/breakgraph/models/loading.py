@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from breakgraph.errors import WeightsError
-from breakgraph.models.experts import LIVE_GROUPED_MM
+from breakgraph.models.experts import LIVE_GROUPED_MM, TRITON, triton_refusals
 from breakgraph.models.hf import HFModel
 from breakgraph.models.hook import ATTENTION_NAME
 from breakgraph.models.source import ModelSource, resolve_model
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 _from_pretrained: Any = AutoModelForCausalLM.from_pretrained
 
 _GROUPED_MM_CAPABILITY = (9, 0)
+_TRITON_CAPABILITY = (8, 0)
 
 
 @contextmanager
@@ -74,23 +76,39 @@ def load_model(
 
 
 def _choose_experts(source: ModelSource, device: torch.device, dtype: torch.dtype) -> str:
-    """Of the two implementations that a graph can hold."""
+    """Of the three implementations that a graph can hold, the fastest that computes this model there."""
     if not has_experts(source.config):
         return "batched_mm"
+    refusals = _triton_refusals(source, device, dtype)
     grouped = (
         device.type == "cuda"
         and dtype == torch.bfloat16
         and torch.cuda.get_device_capability(device) >= _GROUPED_MM_CAPABILITY
     )
-    reason = (
-        "bfloat16 on compute capability 9.0; padding rows reach no expert"
-        if grouped
-        else f"grouped_mm would wait for the device in {dtype} on {device.type}; batched_mm copies "
-        "the weights of each token's experts, so keep steps small"
-    )
-    chosen = LIVE_GROUPED_MM if grouped else "batched_mm"
+    why_not = f"{TRITON} does not compute these experts: {', '.join(refusals)}"
+    if not refusals:
+        chosen, reason = TRITON, "padding rows reach no expert"
+    elif grouped:
+        chosen, reason = LIVE_GROUPED_MM, f"{why_not}; padding rows reach no expert here either"
+    else:
+        chosen, reason = "batched_mm", (
+            f"{why_not}; grouped_mm would wait for the device in {dtype} on {device.type}; batched_mm copies "
+            "the weights of each token's experts, so keep steps small"
+        )
     logger.info("experts=%s: %s", chosen, reason)
     return chosen
+
+
+def _triton_refusals(source: ModelSource, device: torch.device, dtype: torch.dtype) -> list[str]:
+    if device.type != "cuda":
+        return [f"it runs on CUDA, not on {device.type}"]
+    if importlib.util.find_spec("triton") is None:
+        return ["triton is not installed"]
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _TRITON_CAPABILITY:
+        return [f"it needs compute capability 8.0, not {capability[0]}.{capability[1]}"]
+    with torch.device("meta"):
+        return triton_refusals(build_model(source.config, dtype, experts="batched_mm"))
 
 
 def _random_model(

@@ -9,18 +9,19 @@ from transformers.integrations import moe
 
 from breakgraph.attention import AttentionStep, make_attention, use_step
 from breakgraph.models import HFModel
-from breakgraph.models.experts import LIVE_GROUPED_MM
+from breakgraph.models.experts import LIVE_GROUPED_MM, TRITON, triton_refusals
 from packed_driver import PackedDriver, TokenSequence
 from tiny_models import randomize, tiny_config
 
 MOE_NAMES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe")
 
 
-def moe_model(name: str, device: torch.device) -> HFModel:
+def moe_model(
+    name: str, device: torch.device, experts: str = LIVE_GROUPED_MM, dtype: torch.dtype = torch.bfloat16
+) -> HFModel:
     module = AutoModelForCausalLM.from_config(
-        tiny_config(name), attn_implementation="breakgraph", experts_implementation=LIVE_GROUPED_MM,
-        dtype=torch.bfloat16,
-    )  # fmt: skip
+        tiny_config(name), attn_implementation="breakgraph", experts_implementation=experts, dtype=dtype
+    )
     randomize(module)
     return HFModel(module.to(device), name)
 
@@ -75,3 +76,29 @@ def test_a_step_of_another_size_is_a_bug(device: torch.device) -> None:
     ids, positions = (torch.tensor(values[:4], device=device) for values in (ids, positions))
     with use_step(driver.attention.plan(step)), pytest.raises(AssertionError, match="4 rows in a step of 5"):
         model.forward(ids, positions, rows)
+
+
+@pytest.mark.parametrize("name", [name for name in MOE_NAMES if name != "gpt_oss"])
+def test_our_kernels_give_the_logits_of_the_model(name: str, device: torch.device) -> None:
+    """In float32, padded too; where there is no GPU in Triton's interpreter."""
+    pytest.importorskip("triton")
+    tokens = torch.randint(96, (9,), generator=torch.Generator().manual_seed(0)).tolist()
+    logits = {}
+    for experts in (TRITON, "batched_mm"):
+        torch.manual_seed(0)
+        model = moe_model(name, device, experts, torch.float32)
+        for padding, driver_class in ((0, PackedDriver), (7, CountingDriver)):
+            driver = driver_class(model, make_attention("sdpa", device, torch.float32, model.layers))
+            (logits[experts, padding],) = driver.step([(TokenSequence(tokens), 9)], padding=padding)
+    for padding in (0, 7):
+        torch.testing.assert_close(logits[TRITON, padding], logits["batched_mm", 0], rtol=1e-3, atol=1e-3)
+
+
+def test_experts_that_our_kernels_do_not_compute_are_named() -> None:
+    refused = {name: triton_refusals(moe_model(name, torch.device("cpu")).module) for name in MOE_NAMES}
+    assert refused == {
+        "qwen3_moe": [],
+        "gpt_oss": ["gates and up projections take turns in their weights"],
+        "deepseek_v3": [],
+        "glm4_moe": [],
+    }

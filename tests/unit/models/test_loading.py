@@ -117,26 +117,33 @@ def test_the_choice_of_experts_is_logged(tmp_path: Path, caplog: pytest.LogCaptu
     caplog.set_level(logging.INFO, "breakgraph.models")
     model = load_model(config_folder(tmp_path, "qwen3_moe"), load_format="dummy", dtype=torch.bfloat16)
     assert model.config._experts_implementation == "batched_mm"
-    assert "experts=batched_mm: grouped_mm would wait for the device in torch.bfloat16 on cpu" in caplog.text
+    assert "experts=batched_mm: breakgraph_triton does not compute these experts: it runs on CUDA" in caplog.text
+    assert "grouped_mm would wait for the device in torch.bfloat16 on cpu" in caplog.text
 
 
 @pytest.mark.parametrize("name", TINY_CONFIGS)
 @pytest.mark.parametrize(
-    ("capability", "dtype", "for_experts"),
+    ("capability", "dtype", "plain", "biased"),
     [
-        ((9, 0), torch.bfloat16, "breakgraph_grouped_mm"),
-        ((9, 0), torch.float16, "batched_mm"),
-        ((8, 0), torch.bfloat16, "batched_mm"),
+        ((9, 0), torch.bfloat16, "breakgraph_triton", "breakgraph_grouped_mm"),
+        ((9, 0), torch.float16, "breakgraph_triton", "batched_mm"),
+        ((8, 0), torch.bfloat16, "breakgraph_triton", "batched_mm"),
+        ((7, 5), torch.float16, "batched_mm", "batched_mm"),
     ],
 )
 def test_the_experts_of_each_gpu(
-    name: str, capability: tuple[int, int], dtype: torch.dtype, for_experts: str, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    plain: str,
+    biased: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     source = ModelSource(name, tiny_config(name), folder=None)
     chosen = loading._choose_experts(source, torch.device("cuda", 0), dtype)
     is_dense = name in ("llama", "qwen3", "mistral", "gemma2", "gemma3")
-    assert chosen == ("batched_mm" if is_dense else for_experts)
+    assert chosen == ("batched_mm" if is_dense else biased if name == "gpt_oss" else plain)
     with torch.device("meta"):
         model = build_model(source.config, dtype, chosen)  # a class that cannot take it raises here
     assert model.config._experts_implementation == chosen
