@@ -187,6 +187,8 @@ def capture(
         chosen = make_backend(backend, family)
         if not chosen.captures:
             raise ConfigError(f"expected a capturing backend, got {backend!r}; call the function, or use debug_eager")
+        if chosen.chooses:
+            raise ConfigError(f"backend {backend!r} chooses for each bucket of a runner; give the one to capture with")
 
         def capture_it() -> None:
             chosen.capture(_KEY, lambda: fn(*static_inputs), state, outputs, on_hazard, version)
@@ -199,7 +201,7 @@ def capture(
             replay=lambda: chosen.replay(_KEY),
             family=family,
             mode=mode,
-            breaks=not chosen.records_breaks,
+            breaks=chosen.has_breaks(_KEY),
         )
         if verify:
             _raise_if_wrong(verify_call(call))

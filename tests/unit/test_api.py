@@ -75,7 +75,7 @@ def test_state_is_left_as_it_was(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        ((torch.ones(1),), {"backend": "fast"}, UnknownNameError, "known: breakable, debug_eager, eager, full"),
+        ((torch.ones(1),), {"backend": "fast"}, UnknownNameError, "known: auto, breakable, debug_eager, eager, full"),
         ((torch.ones(1),), {"backend": "eager"}, ConfigError, "capturing backend"),
         ((), {}, ConfigError, "got no tensor"),
         ((torch.ones(1), torch.ones(1, device="meta")), {}, ConfigError, "got cpu, meta"),

@@ -28,6 +28,8 @@ class Backend(ABC):
     """False: a replay is the plain call, so a runner need not pad for it."""
     records_breaks: ClassVar[bool]
     """True: marked calls end up inside the graph, so they must read nothing but static tensors."""
+    chooses: ClassVar[bool] = False
+    """Whether it is for runners only, which choose what a key is captured as."""
 
     def __init__(self, family: PlanFamily) -> None:
         self.family = family
@@ -67,6 +69,10 @@ class Backend(ABC):
     @abstractmethod
     def captured(self, key: ShapeKey) -> bool:
         """Whether :meth:`replay` of ``key`` is possible. Reads host values only."""
+
+    def has_breaks(self, key: ShapeKey) -> bool:
+        """Whether marked calls are breaks of the plan under ``key``, and not recorded in it."""
+        return not self.records_breaks
 
     @abstractmethod
     def explain(self) -> dict[ShapeKey, PlanReport]:
@@ -115,7 +121,7 @@ class PlanBackend(Backend):
         self._plans[key] = self.family.capture(
             forward,
             label=str(key),
-            breaks=not self.records_breaks,
+            breaks=self.has_breaks(key),
             state=state,
             outputs=outputs,
             on_hazard=on_hazard,

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from breakgraph.graph import PlanFamily
 
 _WHERE = {
+    "auto": ("breakgraph.backends.auto", "AutoBackend"),
     "breakable": ("breakgraph.backends.breakable", "BreakableBackend"),
     "debug_eager": ("breakgraph.backends.breakable", "DebugEagerBackend"),
     "eager": ("breakgraph.backends.eager", "EagerBackend"),

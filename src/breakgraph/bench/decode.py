@@ -18,7 +18,7 @@ from breakgraph.bench.ceilings import Work, step_work
 from breakgraph.bench.config import DecodeBench
 from breakgraph.bench.result import Metric, Row
 from breakgraph.bench.workloads import BLOCK_SIZE, decode_batch, num_blocks
-from breakgraph.runners import DecodeRunner, decode_spec
+from breakgraph.runners import decode_runner_class, decode_spec
 from breakgraph.runners.base import Forward, Runner
 
 
@@ -34,7 +34,7 @@ def measure(setting: Setting) -> list[Row]:
     )
 
     def make(backend: Backend, forward: Forward, attention: AttentionBackend) -> Runner:
-        return DecodeRunner(spec, backend, forward, attention, setting.device)
+        return decode_runner_class(backend)(spec, backend, forward, attention, setting.device)
 
     rows = []
     for fusion in config.fusion:

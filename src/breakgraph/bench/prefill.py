@@ -18,7 +18,7 @@ from breakgraph.bench.ceilings import step_work
 from breakgraph.bench.config import PrefillBench
 from breakgraph.bench.result import Row
 from breakgraph.bench.workloads import BLOCK_SIZE, even_lens, num_blocks, prefill_batch
-from breakgraph.runners import PrefillRunner, SlottedPrefillRunner, prefill_spec
+from breakgraph.runners import prefill_runner_class, prefill_spec
 from breakgraph.runners.base import Forward, Runner
 
 LONG_TOKENS = 8192
@@ -43,10 +43,9 @@ def measure(setting: Setting) -> list[Row]:
 
     def make(backend: Backend, forward: Forward, attention: AttentionBackend) -> Runner:
         buckets = sorted(config.tokens)
-        if backend.records_breaks:
-            spec = prefill_spec(**common, buckets=buckets, request_slots=slots)
-            return SlottedPrefillRunner(spec, backend, forward, attention, setting.device)
-        return PrefillRunner(prefill_spec(**common, buckets=buckets), backend, forward, attention, setting.device)
+        has_slots = backend.records_breaks or backend.chooses
+        spec = prefill_spec(**common, buckets=buckets, request_slots=slots if has_slots else None)
+        return prefill_runner_class(backend)(spec, backend, forward, attention, setting.device)
 
     rows = []
     for fusion in config.fusion:

@@ -22,11 +22,10 @@ from breakgraph.engine.scheduler import Scheduler
 from breakgraph.errors import ConfigError
 from breakgraph.graph import PlanFamily, choose_runs
 from breakgraph.runners import (
-    DecodeRunner,
     PhaseMemory,
-    PrefillRunner,
-    SlottedPrefillRunner,
+    decode_runner_class,
     decode_spec,
+    prefill_runner_class,
     prefill_spec,
     unused_buckets,
 )
@@ -89,9 +88,9 @@ def load_engine(config: EngineConfig) -> Engine:
 def _check_backends(config: EngineConfig) -> None:
     """Before the weights are read."""
     prefill, _ = backend_class(config.prefill_backend), backend_class(config.decode_backend)
-    if config.prefill_request_slots is not None and not prefill.records_breaks:
+    if config.prefill_request_slots is not None and not (prefill.records_breaks or prefill.chooses):
         raise ConfigError(
-            f"prefill_request_slots={config.prefill_request_slots} is for prefill_backend='full'; with "
+            f"prefill_request_slots={config.prefill_request_slots} is for prefill_backend='full' or 'auto'; with "
             f"{config.prefill_backend!r} a bucket takes any number of requests, so leave it out"
         )
 
@@ -185,7 +184,8 @@ def _make_runners(
     config: EngineConfig, model: HFModel, attention: AttentionBackend, family: PlanFamily, num_blocks: int
 ) -> tuple[Runner, ...]:
     sizes = config.sizes
-    in_graph = backend_class(config.prefill_backend).records_breaks
+    backends = make_backend(config.prefill_backend, family), make_backend(config.decode_backend, family)
+    has_slots = backends[0].records_breaks or backends[0].chooses
     prefill = prefill_spec(
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         max_num_seqs=sizes.max_num_seqs,
@@ -193,7 +193,7 @@ def _make_runners(
         num_blocks=num_blocks,
         block_size=config.block_size,
         buckets=config.prefill_buckets,
-        request_slots=(config.prefill_request_slots or sizes.max_num_seqs) if in_graph else None,
+        request_slots=(config.prefill_request_slots or sizes.max_num_seqs) if has_slots else None,
     )
     decode = decode_spec(
         max_num_seqs=sizes.max_num_seqs,
@@ -204,10 +204,9 @@ def _make_runners(
     )
     forward = _forward_of(model)
     device = torch.device(config.device)
-    prefill_runner = SlottedPrefillRunner if in_graph else PrefillRunner
     return (
-        prefill_runner(prefill, make_backend(config.prefill_backend, family), forward, attention, device),
-        DecodeRunner(decode, make_backend(config.decode_backend, family), forward, attention, device),
+        prefill_runner_class(backends[0])(prefill, backends[0], forward, attention, device),
+        decode_runner_class(backends[1])(decode, backends[1], forward, attention, device),
     )
 
 

@@ -67,7 +67,7 @@ class PlanReport:
             only sums over many plans mean something.
         capture_sec: Wall-clock time of the capture, warm-up included.
         replays: Replays so far.
-        notes: What the scan for hazards saw and let pass.
+        notes: What the scan for hazards saw and let pass; and why a backend was chosen, where one was.
     """
 
     label: str

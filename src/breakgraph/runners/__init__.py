@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from breakgraph.runners.admission import EagerReason, admit
+from breakgraph.runners.auto import AutoDecodeRunner, AutoPrefillRunner, decode_runner_class, prefill_runner_class
 from breakgraph.runners.base import Forward, Progress, Runner
 from breakgraph.runners.batch import Ints, StepBatch
 from breakgraph.runners.decode import DecodeRunner, decode_spec
@@ -13,6 +14,8 @@ from breakgraph.runners.spec import FieldSpec, Pad, PhaseSpec
 from breakgraph.runners.stats import RunnerStats
 
 __all__ = [
+    "AutoDecodeRunner",
+    "AutoPrefillRunner",
     "DecodeRunner",
     "EagerReason",
     "FieldSpec",
@@ -30,8 +33,10 @@ __all__ = [
     "admit",
     "bucket_for",
     "check_ladder",
+    "decode_runner_class",
     "decode_spec",
     "default_ladder",
+    "prefill_runner_class",
     "prefill_spec",
     "unused_buckets",
 ]

@@ -111,17 +111,24 @@ class SlottedPrefillRunner(Runner):
     """
 
     def _attention_step(self, batch: StepBatch, fields: Mapping[str, Tensor], in_bucket: bool) -> AttentionStep:
-        slot_mapping = fields["slot_mapping"]
-        return AttentionStep(
-            phase=self.spec.phase,
-            num_tokens=batch.num_tokens,
-            padded_num_tokens=slot_mapping.shape[0],
-            q_lens=tuple(batch.q_lens),
-            seq_lens=tuple(batch.seq_lens),
-            cu_seqlens_q_gpu=fields["cu_seqlens_q"],
-            seq_lens_gpu=fields["seq_lens"],
-            block_tables_gpu=fields["block_tables"],
-            slot_mapping_gpu=slot_mapping,
-            num_tokens_gpu=fields["num_live_tokens"] if in_bucket else None,
-            fixed_slots=in_bucket,
-        )
+        return slotted_step(self.spec, batch, fields, in_bucket)
+
+
+def slotted_step(
+    spec: PhaseSpec, batch: StepBatch, fields: Mapping[str, Tensor], in_bucket: bool
+) -> AttentionStep:  # fmt: skip
+    """The step of a spec with request slots, see :meth:`Runner._attention_step`."""
+    slot_mapping = fields["slot_mapping"]
+    return AttentionStep(
+        phase=spec.phase,
+        num_tokens=batch.num_tokens,
+        padded_num_tokens=slot_mapping.shape[0],
+        q_lens=tuple(batch.q_lens),
+        seq_lens=tuple(batch.seq_lens),
+        cu_seqlens_q_gpu=fields["cu_seqlens_q"],
+        seq_lens_gpu=fields["seq_lens"],
+        block_tables_gpu=fields["block_tables"],
+        slot_mapping_gpu=slot_mapping,
+        num_tokens_gpu=fields["num_live_tokens"] if in_bucket else None,
+        fixed_slots=in_bucket,
+    )

@@ -56,7 +56,9 @@ class RunnerCase(Case):
         watched: Sequence[int],
         poisons: bool = True,
     ) -> None:
-        super().__init__(runner.backend.family, describe(batch), not runner.backend.records_breaks)
+        bucket = runner.spec.bucket_for(batch.num_tokens, batch.num_reqs)
+        breaks = bucket is None or runner.backend.has_breaks(runner.spec.key(bucket))
+        super().__init__(runner.backend.family, describe(batch), breaks)
         self._runner = runner
         self._batch = batch
         self._kv = kv
@@ -66,7 +68,7 @@ class RunnerCase(Case):
         self.undefined_by: str | None = None
         self._slots = slots_of(batch, runner.device)
         self._watched = torch.tensor(list(watched), device=runner.device)
-        self._bucket = runner.spec.bucket_for(batch.num_tokens, batch.num_reqs)
+        self._bucket = bucket
 
     def reset(self) -> None:
         """KV and random generators as before the step."""

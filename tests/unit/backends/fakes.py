@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from breakgraph.graph import PlanReport
+
 
 class FakePlan:
     def __init__(self, family: FakeFamily, fn: Callable[[], Any], label: str) -> None:
@@ -16,8 +18,8 @@ class FakePlan:
         self.family.events.append(f"replay {self.label}")
         return self.fn()
 
-    def explain(self) -> str:
-        return f"report of {self.label}"
+    def explain(self) -> PlanReport:
+        return PlanReport(self.label, "cpu", True, (), *[0] * 4, None, 0.0, 0)
 
     def close(self) -> None:
         self.is_closed = True

@@ -1,0 +1,153 @@
+"""Runners that time each bucket as a full graph and as a breakable one, and capture it as the faster.
+
+A full graph costs the host one launch, a breakable one a launch and some Python for each break. That shows while steps
+are short. Long steps gain nothing from it, and attention in a break knows the live requests, where a full graph has
+slots for the most there may be.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from breakgraph.attention import AttentionStep, use_step
+from breakgraph.errors import ConfigError
+from breakgraph.graph import PlanFamily, get_device
+from breakgraph.runners.base import Progress, Runner
+from breakgraph.runners.batch import StepBatch
+from breakgraph.runners.decode import DecodeRunner
+from breakgraph.runners.prefill import PrefillRunner, SlottedPrefillRunner, slotted_step
+
+if TYPE_CHECKING:
+    from breakgraph.backends import Backend
+    from breakgraph.backends.auto import AutoBackend
+    from breakgraph.graph import Plan
+
+FULL, BREAKABLE = "full", "breakable"
+_WARM_ROUNDS, _ROUNDS = 3, 9
+
+
+class ChoosingRunner(Runner):
+    """Chooses before it captures. What memory its plans need is measured with breaks: a full graph is taken only where
+    it needs no more of the pool."""
+
+    backend: AutoBackend
+
+    def capture(self, progress: Progress | None = None) -> None:
+        self._allocated()
+        started, refusal = time.perf_counter(), self._full_refusal()
+        limit: int | None = None
+        with self.backend.family.window():
+            for size in reversed(self.spec.ladder):
+                if self.backend.captured(self.spec.key(size)):
+                    continue
+                if refusal is not None:
+                    self._choose(size, BREAKABLE, refusal)
+                else:
+                    limit = self._choose_faster(size, limit)
+        self.stats.capture_sec += time.perf_counter() - started
+        super().capture(progress)
+
+    def _full_refusal(self) -> str | None:
+        """Why no bucket can be timed as a full graph, or None."""
+        if not can_time(self.device):
+            return "nothing is timed on the emulated device"
+        try:
+            self._check_attention_in_graph()
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    def _choose(
+        self, size: int, backend: str, reason: str = "", step_sec: Mapping[str, float] | None = None
+    ) -> None:  # fmt: skip
+        from breakgraph.backends.auto import Choice
+
+        self.backend.choose(self.spec.key(size), Choice(backend, reason, step_sec or {}))
+
+    def _choose_faster(self, size: int, limit: int | None) -> int:
+        """Captures and times a bucket both ways, in a family that is gone afterwards.
+
+        Args:
+            limit: Bytes of the pool that a plan may need; None: what this bucket needs with breaks.
+
+        Returns:
+            The limit.
+        """
+        with PlanFamily(self.device) as family:
+            plans = {name: self._captured_as(name, size, family) for name in (FULL, BREAKABLE)}
+            peaks = {name: plan.explain().pool_peak_bytes for name, plan in plans.items()}
+            seconds = time_steps({name: self._step_of(name, size, plan) for name, plan in plans.items()}, self.device)
+        limit = peaks[BREAKABLE] if limit is None else limit
+        faster, reason = min(seconds, key=lambda name: seconds[name]), ""
+        if faster == FULL and peaks[FULL] > limit:
+            faster = BREAKABLE
+            reason = f"full needs {peaks[FULL] / 2**20:.0f} MiB of the pool, there are {limit / 2**20:.0f}"
+        self._choose(size, faster, reason, seconds)
+        return limit
+
+    def _captured_as(self, name: str, size: int, family: PlanFamily) -> Plan:
+        self._choose(size, name)
+        batch = self.spec.dummy_batch(size)
+        fields = self._allocated().load(batch, size)
+        with torch.no_grad(), use_step(self._plan_attention(batch, fields, in_bucket=True)):
+            return family.capture(lambda: self.forward(fields), label=f"{name} {size}", breaks=name == BREAKABLE)
+
+    def _step_of(self, name: str, size: int, plan: Plan) -> Callable[[], object]:
+        batch = self.spec.dummy_batch(size)
+
+        def step() -> None:
+            self._choose(size, name)
+            fields = self._allocated().load(batch, size)
+            with torch.no_grad(), use_step(self._plan_attention(batch, fields, in_bucket=True)):
+                plan.replay()
+
+        return step
+
+
+class AutoPrefillRunner(ChoosingRunner, PrefillRunner):
+    """Attention metadata lies in request slots for a full graph, and covers the live requests otherwise."""
+
+    def _attention_step(self, batch: StepBatch, fields: Mapping[str, Tensor], in_bucket: bool) -> AttentionStep:
+        if in_bucket and not self.backend.has_breaks(self.spec.key(fields["slot_mapping"].shape[0])):
+            return slotted_step(self.spec, batch, fields, in_bucket)
+        return super()._attention_step(batch, fields, in_bucket)
+
+
+class AutoDecodeRunner(ChoosingRunner, DecodeRunner):
+    """Attention metadata is the static buffers in any case."""
+
+
+def prefill_runner_class(backend: Backend) -> type[Runner]:
+    """The runner whose metadata suits the backend."""
+    if backend.chooses:
+        return AutoPrefillRunner
+    return SlottedPrefillRunner if backend.records_breaks else PrefillRunner
+
+
+def decode_runner_class(backend: Backend) -> type[Runner]:
+    """The runner that can choose where the backend does."""
+    return AutoDecodeRunner if backend.chooses else DecodeRunner
+
+
+def can_time(device: torch.device) -> bool:
+    """The emulated device claims no speed."""
+    return not get_device(device).emulated
+
+
+def time_steps(steps: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """Seconds of each step until the device is done, by turns; the median of a few."""
+    synchronize, samples = get_device(device).synchronize, {name: list[float]() for name in steps}
+    for _ in range(_WARM_ROUNDS + _ROUNDS):
+        for name, step in steps.items():
+            synchronize()
+            started = time.perf_counter()
+            step()
+            synchronize()
+            samples[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values[_WARM_ROUNDS:]) for name, values in samples.items()}
