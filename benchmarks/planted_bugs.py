@@ -26,6 +26,7 @@ TESTS = (
     "tests/unit/graph", "tests/unit/runners", "tests/unit/backends", "tests/unit/test_api.py",
     "tests/footguns/test_programs.py",
 )  # fmt: skip
+GPU_TESTS = ("tests/gpu/test_capture_cuda.py", "tests/footguns/test_runner_faults.py", "tests/unit/runners")
 
 
 @dataclass(frozen=True)
@@ -191,11 +192,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="bugs whose name holds this text")
     parser.add_argument("--jobs", type=int, default=1, help="bugs at the same time")
-    parser.add_argument("--gpu", action="store_true", help="the bugs that only a GPU shows, with tests/gpu")
+    parser.add_argument("--gpu", action="store_true", help="the bugs that only a GPU shows")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     bugs = [bug for bug in BUGS if bug.gpu == args.gpu and (args.only or "") in bug.name]
-    tests = (*TESTS, "tests/gpu") if args.gpu else TESTS
+    tests = GPU_TESTS if args.gpu else TESTS
     failure, seconds = first_failure(None, tests)
     if failure is not None:
         raise SystemExit(f"{failure} fails without a bug; nothing to learn then")

@@ -17,7 +17,7 @@ from breakgraph.errors import ConfigError, UnknownNameError
 @pytest.mark.parametrize(
     ("config", "options", "said"),
     [
-        (PrefillBench, {"backends": ("fast",)}, "unknown backends 'fast'; known: breakable"),
+        (PrefillBench, {"backends": ("fast",)}, "unknown backends 'fast'; known: auto, breakable"),
         (PrefillBench, {"fusion": ("inductr",)}, "unknown fusion 'inductr'; known: inductor, none"),
         (PrefillBench, {"attention": ("none",)}, "unknown attention 'none'"),
         (PrefillBench, {"backends": ()}, "backends: expected a list with one or more of"),

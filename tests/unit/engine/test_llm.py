@@ -68,7 +68,13 @@ def test_more_requests_than_fit_one_step(idle: LLM, reference: Reference) -> Non
 
 @pytest.mark.parametrize(
     ("prefill_backend", "decode_backend"),
-    [("eager", "eager"), ("debug_eager", "breakable"), ("breakable", "debug_eager"), ("full", "full"), ("auto", "auto")],
+    [
+        ("eager", "eager"),
+        ("debug_eager", "breakable"),
+        ("breakable", "debug_eager"),
+        ("full", "full"),
+        ("auto", "auto"),
+    ],
 )
 def test_every_backend_gives_the_same_tokens(
     llama_folder: Path, device: torch.device, reference: Reference, prefill_backend: str, decode_backend: str
