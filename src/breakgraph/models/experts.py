@@ -6,12 +6,14 @@ its grouped matrix multiplication skips: such rows lie behind the last group and
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from breakgraph.attention import live_token_count
+from breakgraph.graph.tracing import TracePlace, Untraced
 
 LIVE_GROUPED_MM = "breakgraph_grouped_mm"
 
@@ -30,10 +32,9 @@ def _live_grouped_mm(
 
 
 ExpertsInterface.register(LIVE_GROUPED_MM, _live_grouped_mm)
+_place = TracePlace(partial(ExpertsInterface.register, LIVE_GROUPED_MM), _live_grouped_mm, Untraced(_live_grouped_mm))
 
 
 def hide_experts() -> None:
     """Make Dynamo leave the experts alone: it compiles what lies before them and what lies behind them."""
-    import torch._dynamo
-
-    ExpertsInterface.register(LIVE_GROUPED_MM, torch._dynamo.disable(_live_grouped_mm))
+    _place.hide()

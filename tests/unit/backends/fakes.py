@@ -38,7 +38,7 @@ class FakeFamily:
         finally:
             self.events.append("window closes")
 
-    def capture(self, fn: Callable[[], Any], *, label: str, **options: Any) -> FakePlan:
+    def capture(self, fn: Callable[[], Any], *, label: str, compiler: object, **options: Any) -> FakePlan:
         self.events.append(f"capture {label}")
         self.options[label] = options
         fn()
