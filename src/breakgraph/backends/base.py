@@ -28,6 +28,8 @@ class Backend(ABC):
     """False: a replay is the plain call, so a runner need not pad for it."""
     records_breaks: ClassVar[bool]
     """True: marked calls end up inside the graph, so they must read nothing but static tensors."""
+    compiles: ClassVar[bool] = False
+    """True: it traces the whole forward, so nothing in that may be compiled already."""
 
     def __init__(self, family: PlanFamily) -> None:
         self.family = family
@@ -67,6 +69,10 @@ class Backend(ABC):
     @abstractmethod
     def captured(self, key: ShapeKey) -> bool:
         """Whether :meth:`replay` of ``key`` is possible. Reads host values only."""
+
+    def reference(self, key: ShapeKey, forward: Callable[[], Tree]) -> Callable[[], Tree]:
+        """What replays of ``key`` are compared with, bit by bit: ``forward``, unless other kernels compute the same."""
+        return forward
 
     @abstractmethod
     def explain(self) -> dict[ShapeKey, PlanReport]:
@@ -120,10 +126,10 @@ class PlanBackend(Backend):
             outputs=outputs,
             on_hazard=on_hazard,
             version=version,
-            compiler=self._compiler(forward),
+            compiler=self._compiler(key, forward),
         )
 
-    def _compiler(self, forward: Callable[[], Tree]) -> Callable[[], Callable[[], Tree]] | None:
+    def _compiler(self, key: ShapeKey, forward: Callable[[], Tree]) -> Callable[[], Callable[[], Tree]] | None:
         """What gives, after the warm-up, what is captured in the place of ``forward``; None: nothing does."""
         return None
 

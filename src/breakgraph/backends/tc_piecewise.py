@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import re
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -23,7 +24,7 @@ from breakgraph.graph.tracing import CallLog, Slot, traced_results, whole_trace
 from breakgraph.graph.tree import tree_map
 
 if TYPE_CHECKING:
-    from breakgraph.graph import PlanFamily
+    from breakgraph.graph import PlanFamily, ShapeKey
 
 Compiler = Literal["eager", "inductor"]
 _MAX_VARIANTS = 1024
@@ -35,14 +36,18 @@ class TcPiecewiseBackend(PlanBackend):
 
     name = "tc_piecewise"
     records_breaks = False
+    compiles = True
     compiler: ClassVar[Compiler] = "eager"
 
     def __init__(self, family: PlanFamily) -> None:
         super().__init__(family)
         self._tracer = _Tracer(self.compiler)
 
-    def _compiler(self, forward: Callable[[], Tree]) -> Callable[[], Callable[[], Tree]]:
-        return lambda: self._tracer.compiled(forward, self.family.device.torch_device.type)
+    def _compiler(self, key: ShapeKey, forward: Callable[[], Tree]) -> Callable[[], Callable[[], Tree]]:
+        return lambda: self._compiled(key, forward)
+
+    def _compiled(self, key: ShapeKey, forward: Callable[[], Tree]) -> Callable[[], Tree]:
+        return self._tracer.compiled(forward, self.family.device.torch_device.type)
 
 
 class TcPiecewiseInductorBackend(TcPiecewiseBackend):
@@ -50,6 +55,22 @@ class TcPiecewiseInductorBackend(TcPiecewiseBackend):
 
     name = "tc_piecewise_inductor"
     compiler = "inductor"
+
+    def __init__(self, family: PlanFamily) -> None:
+        super().__init__(family)
+        self._uncaptured: dict[ShapeKey, Callable[[], Tree]] = {}
+
+    def _compiled(self, key: ShapeKey, forward: Callable[[], Tree]) -> Callable[[], Tree]:
+        made = super()._compiled(key, forward)
+        self._uncaptured[key] = made
+        return made
+
+    def reference(self, key: ShapeKey, forward: Callable[[], Tree]) -> Callable[[], Tree]:
+        return self._uncaptured.get(key, forward)
+
+    def release(self, key: ShapeKey) -> None:
+        super().release(key)
+        self._uncaptured.pop(key, None)
 
 
 class _Tracer:
@@ -144,9 +165,10 @@ class _Run:
 
 
 def _inductor(piece: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-    from torch._inductor.compile_fx import compile_fx
+    with torch.no_grad(), warnings.catch_warnings():  # no replay has gradients
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's about itself
+        from torch._inductor.compile_fx import compile_fx
 
-    with torch.no_grad():  # no replay has gradients
         compiled: Any = compile_fx(piece, examples)
 
     def run(*args: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from breakgraph.errors import CaptureError
+from breakgraph.errors import CaptureError, UntraceableError
 from breakgraph.graph import declared, eager_break
 from breakgraph.graph.boundary import geometry
 from breakgraph.graph.eager_break import BreakSpec, active, run_plain
@@ -97,7 +97,10 @@ class CallLog:
         return not self._is_inside
 
     def unwatched(self, call: Callable[[], Any], reads: Iterable[torch.Tensor]) -> Any:
-        return call()
+        raise UntraceableError(
+            "the forward holds layers that are compiled already, and torch.compile traces it as a whole; use backend "
+            "'breakable', which needs no tracing, or do without fusion"
+        )
 
     def compiled(self, call: Callable[..., Any], args: Sequence[Any]) -> Any:
         return call(*args)
@@ -233,6 +236,7 @@ class _Trace:
     """Of the trace in progress: results of the calls that it has not met yet."""
 
     def __init__(self) -> None:
+        self.is_on = False
         self.results: list[tuple[str, Template, tuple[Template, ...]]] = []
 
 
@@ -269,6 +273,7 @@ def _traced(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tree:
 
 def traced_results(calls: Sequence[OpaqueCall]) -> None:
     """Tell the trace that begins now what the calls in it return."""
+    _trace.is_on = True
     _trace.results = [(call.name, call.result, call.shapes) for call in calls]
 
 
@@ -276,7 +281,7 @@ _eager_call = eager_break._call
 
 
 def _traced_call(spec: BreakSpec, fn: Callable[..., Tree], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() and _trace.is_on:
         return _traced(spec.name, args, kwargs)
     return _eager_call(spec, fn, args, kwargs)
 
@@ -285,7 +290,7 @@ _eager_constant = declared._constant
 
 
 def _traced_constant(value: Any) -> Any:
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() and _trace.is_on:
         return _traced("breakgraph.constant()", [value], {})
     return _eager_constant(value)
 
@@ -299,7 +304,7 @@ class Untraced:
         self.name = fn.__qualname__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() and _trace.is_on:
             return _traced(self.name, args, kwargs)
         log = active.builder
         return log.call_untraced(self.fn, args, kwargs) if isinstance(log, CallLog) else self.fn(*args, **kwargs)
@@ -357,4 +362,4 @@ def whole_trace() -> Iterator[None]:
         finally:
             for place in _places:
                 place.swap(False)
-            _trace.results = []
+            _trace.is_on, _trace.results = False, []
