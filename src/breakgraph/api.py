@@ -159,8 +159,9 @@ def capture(
     Args:
         fn: A module or function; marked calls in it (``eager_on_graph``, ``mark_eager``) run eagerly at every replay.
         static_inputs: What it is called with. The tensors among them must stay where they are.
-        backend: ``"breakable"``, ``"full"`` (marked calls are recorded too) or ``"debug_eager"`` (one break, nothing is
-            recorded).
+        backend: ``"breakable"``, ``"full"`` (marked calls are recorded too), ``"debug_eager"`` (one break, nothing is
+            recorded), or ``"tc_piecewise"`` and ``"tc_piecewise_inductor"`` (traced by ``torch.compile``, split at the
+            marked calls).
         outputs: ``"borrow"`` (valid until the next replay), ``"copy"``, or ``"poison"`` to find out who keeps borrowed
             ones too long: the next replay fills them with NaN.
         state: Tensors that ``fn`` updates in place; capture leaves them as they were.
@@ -195,7 +196,7 @@ def capture(
 
         capture_it()
         call = Call(
-            fn=fn,
+            fn=lambda *inputs: chosen.reference(_KEY, lambda: fn(*inputs))(),
             inputs=static_inputs,
             state=state,
             replay=lambda: chosen.replay(_KEY),

@@ -19,6 +19,7 @@
     │   ├── BreakResultError                 a break result that cannot cross its boundary
     │   ├── StalePoolTensorError             a pool tensor that is older than the plan being captured
     │   ├── PoolLeakError                    a pool tensor that outlived the capture
+    │   ├── UntraceableError                 torch.compile cannot trace the forward as a whole
     │   ├── BakedValueError                  two captures of one bucket hold different values
     │   ├── EmptySegmentError                operations were seen, the graph holds none
     │   ├── ForeignCaptureError              a marked call while somebody else captures on this stream
@@ -123,6 +124,10 @@ class StalePoolTensorError(CaptureError):
 
 class PoolLeakError(CaptureError):
     """A pool tensor is still referenced after the capture ended."""
+
+
+class UntraceableError(CaptureError):
+    """The forward cannot be traced as a whole; names the line, and the backend that needs no tracing."""
 
 
 class BakedValueError(CaptureError):

@@ -28,7 +28,7 @@ SERVER = "--api-key --drain-timeout --host --max-waiting --port --request-timeou
 OPTIONS = {
     "bench": "kind",
     "bench capture": f"""
-        --decode-buckets --max-model-len --max-num-batched-tokens --max-num-seqs --prefill-buckets {BENCH}
+        --decode-buckets --max-model-len --no-compare --max-num-batched-tokens --max-num-seqs --prefill-buckets {BENCH}
     """,
     "bench decode": f"--batch --context {BENCH}",
     "bench prefill": f"--requests --tokens {BENCH}",

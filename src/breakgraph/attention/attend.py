@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
+
 import torch
 
 from breakgraph.attention.step import current_step
 from breakgraph.graph import eager_on_graph
+from breakgraph.graph.tracing import TracePlace, Untraced
 
 
 # No valid_rows: the implementation defines the padding rows itself, so that padded eager steps get them too.
@@ -43,5 +47,12 @@ def store(k: torch.Tensor, v: torch.Tensor, layer_id: int) -> bool:
     Raises:
         RuntimeError: outside `use_step`.
     """
+    return _store(k, v, layer_id)
+
+
+def _store(k: torch.Tensor, v: torch.Tensor, layer_id: int) -> bool:
     metadata = current_step()
     return metadata.backend.store(k, v, metadata.backend.layers[layer_id], metadata)
+
+
+TracePlace(partial(setattr, sys.modules[__name__], "_store"), _store, Untraced(_store))

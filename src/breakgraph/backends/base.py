@@ -30,6 +30,8 @@ class Backend(ABC):
     """True: marked calls end up inside the graph, so they must read nothing but static tensors."""
     chooses: ClassVar[bool] = False
     """Whether it is for runners only, which choose what a key is captured as."""
+    compiles: ClassVar[bool] = False
+    """True: it traces the whole forward, so nothing in that may be compiled already."""
 
     def __init__(self, family: PlanFamily) -> None:
         self.family = family
@@ -73,6 +75,10 @@ class Backend(ABC):
     def has_breaks(self, key: ShapeKey) -> bool:
         """Whether marked calls are breaks of the plan under ``key``, and not recorded in it."""
         return not self.records_breaks
+
+    def reference(self, key: ShapeKey, forward: Callable[[], Tree]) -> Callable[[], Tree]:
+        """What replays of ``key`` are compared with, bit by bit: ``forward``, unless other kernels compute the same."""
+        return forward
 
     @abstractmethod
     def explain(self) -> dict[ShapeKey, PlanReport]:
@@ -126,7 +132,12 @@ class PlanBackend(Backend):
             outputs=outputs,
             on_hazard=on_hazard,
             version=version,
+            compiler=self._compiler(key, forward),
         )
+
+    def _compiler(self, key: ShapeKey, forward: Callable[[], Tree]) -> Callable[[], Callable[[], Tree]] | None:
+        """What gives, after the warm-up, what is captured in the place of ``forward``; None: nothing does."""
+        return None
 
     def replay(self, key: ShapeKey) -> Tree:
         plan = self._plans.get(key)

@@ -17,6 +17,8 @@ _WHERE = {
     "debug_eager": ("breakgraph.backends.breakable", "DebugEagerBackend"),
     "eager": ("breakgraph.backends.eager", "EagerBackend"),
     "full": ("breakgraph.backends.full", "FullBackend"),
+    "tc_piecewise": ("breakgraph.backends.tc_piecewise", "TcPiecewiseBackend"),
+    "tc_piecewise_inductor": ("breakgraph.backends.tc_piecewise", "TcPiecewiseInductorBackend"),
 }
 
 BACKENDS: tuple[str, ...] = tuple(_WHERE)

@@ -228,7 +228,10 @@ def case_rows(
 
 def describe(row: Row) -> str:
     """One line, while a benchmark runs."""
-    shown = ("time", "p10", "p90", "host", "gpu_busy", "roofline", "segments", "breaks", "equals_eager", "equals_full")
+    shown = (
+        "build", "compile", "capture", "time", "p10", "p90", "host", "gpu_busy", "roofline", "segments", "breaks",
+        "equals_eager", "equals_full",
+    )  # fmt: skip
     values = [f"{key} {_short(row.metrics[key])}" for key in shown if key in row.metrics]
     return "  ".join([row.name, *(f"{key}={value}" for key, value in row.params.items()), *values])
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from breakgraph.backends import backend_class
 from breakgraph.bench.arms import Setting, describe, give_memory_back
+from breakgraph.bench.comparison import measure_comparison
 from breakgraph.bench.config import CaptureBench
 from breakgraph.bench.result import Metric, Row, Scalar
 from breakgraph.bench.serve import open_llm
@@ -23,6 +24,8 @@ def measure(setting: Setting) -> list[Row]:
     """Rows `capture` (all of an arm), `bucket`, and `step` (of the largest bucket of each phase)."""
     config, rows = setting.config, []
     assert isinstance(config, CaptureBench)
+    if config.compare:
+        return measure_comparison(setting)
     for fusion in config.fusion:
         for attention in config.attention:
             for backend in config.backends:

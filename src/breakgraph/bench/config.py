@@ -131,6 +131,18 @@ class CaptureBench(BenchConfig):
     prefill_buckets: Sequence[int] | None = field(default=None, metadata={"help": "captured sizes, in tokens"})
     decode_buckets: Sequence[int] | None = field(default=None, metadata={"help": "captured sizes, in requests"})
     rounds: int = field(default=1, metadata={"help": "times that the ladder is built; the fastest is kept"})
+    compare: bool = field(
+        default=False,
+        metadata={"help": "build and replay prefill buckets in every way there is, each once: build, memory, launches"},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        own = {"backends": ("breakable", "full"), "fusion": ("none",), "rounds": 1, "decode_buckets": None}
+        for name, default in own.items():
+            given = getattr(self, name)
+            if self.compare and (tuple(given) if isinstance(given, Sequence) else given) != default:
+                raise ConfigError(f"compare runs every backend and fusion once, on prefill; leave {name} out with it")
 
 
 KINDS: dict[str, type[BenchConfig]] = {c.kind: c for c in (PrefillBench, DecodeBench, ServeBench, CaptureBench)}

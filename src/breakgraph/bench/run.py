@@ -10,7 +10,7 @@ import torch
 
 from breakgraph.bench.arms import EAGER, Setting, describe, give_memory_back
 from breakgraph.bench.ceilings import measure_ceilings
-from breakgraph.bench.config import BenchConfig
+from breakgraph.bench.config import BenchConfig, CaptureBench
 from breakgraph.bench.peers import peer_notes, run_peer
 from breakgraph.bench.result import Metric, Result, Row, Shape, here
 from breakgraph.engine.config import Hardware
@@ -26,6 +26,10 @@ _NOTES = {
     "serve": "all requests at once, greedy, answers of one length; prefix cache off; the first round is not counted",
     "capture": "time: warm-up and capture of the buckets, the fastest of the rounds; start: all until the first "
     "request can run, compiling and loading included; driver: only sums mean something",
+    "compare": "build: warm-up, compile and capture of all buckets, from an empty compile cache; compile: for a traced "
+    "forward also two runs of each bucket, with fusion what the first eager step takes beyond the second; replay: the "
+    "step of one request that fills the bucket, backends of one fusion take turns; graphs: launches of a replay; own "
+    "lines: those that are not blank in the source files that this way needs beyond what all graphs share",
 }
 _EXCLUDED = {
     "prefill": ("sampling", "tokenisation"),
@@ -48,6 +52,7 @@ def run_bench(config: BenchConfig, command: str, tell: Callable[[str], None] = p
         ConfigError: the model or the device cannot be had, or nothing of what was asked for could run.
     """
     device = Hardware.detect(config.device).device
+    about = "compare" if isinstance(config, CaptureBench) and config.compare else config.kind
     source = resolve_model(config.model, load_format="dummy")
     dtype = _dtype(config, device, source.dtype)
     run, where, versions = here(command, device)
@@ -81,7 +86,7 @@ def run_bench(config: BenchConfig, command: str, tell: Callable[[str], None] = p
         versions=versions,
         shape=Shape(model=source.name, dtype=name),
         rows=(*rows, *with_ratios(measured)),
-        notes=("random weights", _NOTES[config.kind], *peer_notes(config.chosen_peers), *setting.not_run),
+        notes=("random weights", _NOTES[about], *peer_notes(config.chosen_peers), *setting.not_run),
         excluded=_EXCLUDED[config.kind],
     )
 

@@ -65,7 +65,9 @@ def command_of(config: BenchConfig) -> str:
     words = ["breakgraph", "bench", config.kind]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if options.as_text(value) != options.as_text(field.default):
+        if value is True and not field.default:
+            words.append(f"--{field.name.replace('_', '-')}")
+        elif options.as_text(value) != options.as_text(field.default):
             words += [f"--{field.name.replace('_', '-')}", options.as_text(value)]
     return " ".join(words)
 

@@ -23,7 +23,10 @@ _SAMPLE = "sample:"
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 FUSIONS = ("none", "inductor")
-_BACKENDS = "breakable, full, auto (the faster of both for each bucket), eager or debug_eager"
+_BACKENDS = (
+    "breakable, full, auto (the faster of both for each bucket), eager, debug_eager, tc_piecewise or "
+    "tc_piecewise_inductor"
+)
 
 # On a CPU every bucket is captured and replayed by emulation: what is small there starts in seconds.
 _MAX_MODEL_LEN = {"cuda": 8192, "cpu": 1024}

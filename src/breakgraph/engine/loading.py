@@ -87,11 +87,17 @@ def load_engine(config: EngineConfig) -> Engine:
 
 def _check_backends(config: EngineConfig) -> None:
     """Before the weights are read."""
-    prefill, _ = backend_class(config.prefill_backend), backend_class(config.decode_backend)
+    prefill, decode = backend_class(config.prefill_backend), backend_class(config.decode_backend)
     if config.prefill_request_slots is not None and not (prefill.records_breaks or prefill.chooses):
         raise ConfigError(
             f"prefill_request_slots={config.prefill_request_slots} is for prefill_backend='full' or 'auto'; with "
             f"{config.prefill_backend!r} a bucket takes any number of requests, so leave it out"
+        )
+    compiling = next((backend.name for backend in (prefill, decode) if backend.compiles), None)
+    if config.fusion != "none" and compiling is not None:
+        raise ConfigError(
+            f"fusion={config.fusion!r} compiles the layers, and backend {compiling!r} traces the whole forward, which "
+            "then finds them compiled; use fusion='none' with it"
         )
 
 

@@ -142,6 +142,10 @@ class CaptureBuilder:
         """Run a call whose operators the dispatcher does not show, and which reads these tensors."""
         return self._session.unwatched(call, reads)
 
+    def compiled(self, call: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Run compiled code that reads nothing but its arguments, numbers and tensors."""
+        return self._session.compiled(call, args)
+
     @property
     def is_recording(self) -> bool:
         """Whether what this thread does now goes into a segment."""

@@ -6,16 +6,15 @@ the dispatcher. So the modes of a capture step aside for such a call, and the ca
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from breakgraph.graph import eager_break
 from breakgraph.graph.eager_break import active
+from breakgraph.graph.tracing import BREAKS
 
 
 def run_compiled(
@@ -36,12 +35,15 @@ def run_compiled(
     return builder.unwatched(lambda: fn(*args, **(kwargs or {})), reads())
 
 
-@functools.cache
+def run_piece(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Call ``fn(*args)``, code of a compiler that reads nothing but its arguments and holds no marked calls."""
+    builder = active.builder
+    return fn(*args) if builder is None or not builder.is_recording else builder.compiled(fn, args)
+
+
 def hide_breaks() -> None:
     """Make Dynamo leave marked calls alone: it compiles what lies before them and what lies behind them."""
-    import torch._dynamo
-
-    eager_break._call = torch._dynamo.disable(eager_break._call)
+    BREAKS.hide()
 
 
 @contextmanager

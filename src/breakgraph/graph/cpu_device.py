@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from breakgraph.errors import UndeclaredWriteError
 from breakgraph.graph.cpu_pool import CpuPool
-from breakgraph.graph.cpu_record import Allocation, CpuRecorder, TapeEntry, is_host, map_tensors, tag_host, tagged
+from breakgraph.graph.cpu_record import Allocation, CpuRecorder, Entry, is_host, map_tensors, tag_host, tagged
 from breakgraph.graph.cpu_words import describe_entry
 from breakgraph.graph.device import CaptureSession, Device, Peak, Pool, RecordedCall, Segment
 from breakgraph.graph.effects import allocates_only, reads_and_writes
@@ -28,11 +28,11 @@ from breakgraph.graph.refusals import Fault, HostReadGuard, cpu_transfer_fault, 
 class CpuSegment(Segment):
     """A tape and the pool it runs on."""
 
-    def __init__(self, pool: CpuPool, tape: list[TapeEntry | Allocation], pins: Sequence[torch.UntypedStorage]) -> None:
+    def __init__(self, pool: CpuPool, tape: list[Entry], pins: Sequence[torch.UntypedStorage]) -> None:
         self._pool = pool
         self._tape = tape
         self.pins = pins
-        self.num_ops = self.num_nodes = sum(isinstance(entry, TapeEntry) for entry in tape)
+        self.num_ops = self.num_nodes = sum(not isinstance(entry, Allocation) for entry in tape)
 
     def replay(self) -> None:
         for entry in self._tape:
@@ -40,7 +40,7 @@ class CpuSegment(Segment):
 
     def recorded(self, outside: dict[int, int]) -> list[RecordedCall]:
         baked = self._pool, {pin.data_ptr() for pin in self.pins}, outside
-        return [describe_entry(entry, *baked) for entry in self._tape if isinstance(entry, TapeEntry)]
+        return [describe_entry(entry, *baked) for entry in self._tape if not isinstance(entry, Allocation)]
 
     def retire(self) -> None:
         self._tape = []
@@ -97,6 +97,13 @@ class CpuCapture(CaptureSession):
         # An emulated graph is made of operators: the code runs as if it had not been compiled.
         with torch.compiler.set_stance("force_eager"):
             return call()
+
+    def compiled(self, call: Callable[..., Any], args: Sequence[Any]) -> Any:
+        self._guard.enabled = False  # nothing in it is for the guard to judge
+        try:
+            return self._recorder.record_compiled(call, args)
+        finally:
+            self._guard.enabled = True
 
     def main_stream(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from breakgraph.errors import UncapturableOpError
 from breakgraph.graph.boundary import with_bits_of
@@ -77,6 +77,31 @@ class Allocation:
 
 
 @dataclass(slots=True)
+class CompiledEntry:
+    """Code that a compiler wrote, with the dispatcher out of sight. What it writes besides its results is not known:
+    its arguments count as read only."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    results: list[torch.Tensor | None]
+    reads: list[Span]
+    writes: list[Span]
+
+    def run(self, pool: CpuPool) -> None:
+        """Run it on the recorded addresses."""
+        for span in self.reads:
+            pool.check_written(span, "compiled code")
+        for target, value in zip(self.results, tensors_in(self.call(*self.args)), strict=True):
+            if target is not None:
+                target.copy_(value)
+        for span in self.writes:
+            pool.mark_written(span)
+
+
+Entry = TapeEntry | CompiledEntry | Allocation
+
+
+@dataclass(slots=True)
 class _MetaCall:
     """The same call on meta tensors that share storage as the real ones do: gives shapes, strides and aliasing."""
 
@@ -127,7 +152,7 @@ class CpuRecorder(TorchDispatchMode):
     def __init__(self, pool: CpuPool, check_storage: Callable[[torch.UntypedStorage], None]) -> None:
         super().__init__()
         self.pool = pool
-        self.tape: list[TapeEntry | Allocation] | None = None
+        self.tape: list[Entry] | None = None
         self.pins: dict[int, torch.UntypedStorage] = {}
         self._check_storage = check_storage
         self._aliases: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -202,6 +227,36 @@ class CpuRecorder(TorchDispatchMode):
         spans[1] += [s for t in targets if t is not None and (s := self.pool.span(t)) is not None]
         assert self.tape is not None
         self.tape.append(TapeEntry(func, args, kwargs, targets, *spans))
+
+    def record_compiled(self, call: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Put compiled code on the tape; what its results look like is seen by running it on zeros."""
+        assert self.tape is not None, "no segment is open"
+        with _disable_current_modes():
+            zeros = [torch.zeros_like(a) if isinstance(a, torch.Tensor) else a for a in args]
+            given = {z.untyped_storage()._cdata: a for z, a in zip(zeros, args, strict=True) if z is not a}
+            results: list[torch.Tensor | None] = []
+            out = map_tensors(call(*zeros), lambda made: self._compiled_result(made, given, results))
+            aliased = tuple(map_tensors(a, self.alias) for a in args)
+            targets = [None if r is None else self.alias(r) for r in results]
+        reads = [s for t in tensors_in(list(aliased)) if (s := self.pool.span(t)) is not None]
+        writes = [s for t in targets if t is not None and (s := self.pool.span(t)) is not None]
+        self.tape.append(CompiledEntry(call, aliased, targets, reads, writes))
+        return out
+
+    def _compiled_result(
+        self, made: torch.Tensor, given: dict[int, torch.Tensor], results: list[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """The real tensor for one result: a view of an argument, or new pool memory."""
+        storage = made.untyped_storage()
+        argument = given.get(storage._cdata)
+        if argument is None:
+            fresh = self.pool.empty_strided(made.shape, made.stride(), made.dtype, storage.nbytes())
+            results.append(fresh)
+            return fresh
+        results.append(None)
+        offset = argument.storage_offset() + made.storage_offset()
+        view = torch.empty(0, dtype=made.dtype)
+        return view.set_(argument.untyped_storage(), offset, made.shape, made.stride())
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as the tape holds it: same bytes; pool memory is not kept alive, everything else is pinned."""

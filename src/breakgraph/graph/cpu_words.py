@@ -7,13 +7,15 @@ from typing import Any
 import torch
 
 from breakgraph.graph.cpu_pool import CpuPool
-from breakgraph.graph.cpu_record import TapeEntry
+from breakgraph.graph.cpu_record import CompiledEntry, TapeEntry
 from breakgraph.graph.device import RecordedCall
 from breakgraph.graph.effects import bound_arguments
 
 
-def describe_entry(entry: TapeEntry, pool: CpuPool, pinned: set[int], outside: dict[int, int]) -> RecordedCall:
-    """One operator of a tape.
+def describe_entry(
+    entry: TapeEntry | CompiledEntry, pool: CpuPool, pinned: set[int], outside: dict[int, int]
+) -> RecordedCall:  # fmt: skip
+    """One operator of a tape, or one call of compiled code.
 
     Args:
         pool: Its own pool.
@@ -28,8 +30,10 @@ def describe_entry(entry: TapeEntry, pool: CpuPool, pinned: set[int], outside: d
             return f"[{', '.join(map(word, value))}]"
         return "a generator" if isinstance(value, torch.Generator) else repr(value)
 
-    arguments = {spec.name: word(value) for spec, value in bound_arguments(entry.func, entry.args, entry.kwargs)}
     results = {f"result {i}": word(value) for i, value in enumerate(entry.results) if value is not None}
+    if isinstance(entry, CompiledEntry):
+        return RecordedCall("compiled code", {f"argument {i}": word(v) for i, v in enumerate(entry.args)} | results)
+    arguments = {spec.name: word(value) for spec, value in bound_arguments(entry.func, entry.args, entry.kwargs)}
     return RecordedCall(str(entry.func), arguments | results)
 
 

@@ -116,6 +116,9 @@ class CudaCapture(CaptureSession):
         self._recorder.note_made(tensors_in([out]))
         return out
 
+    def compiled(self, call: Callable[..., Any], args: Sequence[Any]) -> Any:
+        return self.unwatched(lambda: call(*args), tensors_in(list(args)))
+
     def begin(self) -> None:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._pool.refresh()  # boundaries of the segment before have been let go of since

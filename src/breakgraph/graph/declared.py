@@ -36,6 +36,10 @@ def constant(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) and not is_constant(value):
         raise ConfigError(f"expected a tensor or a constant to declare, got {describe(value)}")
 
+    return _constant(value)
+
+
+def _constant(value: Any) -> Any:
     def read() -> Any:
         return value.tolist() if isinstance(value, torch.Tensor) else value
 

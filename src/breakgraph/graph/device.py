@@ -169,6 +169,10 @@ class CaptureSession(ABC):
         """Run compiled code in the open segment, see ``compiled.py``; ``reads`` are kept alive as what it reads."""
 
     @abstractmethod
+    def compiled(self, call: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Run compiled code in the open segment that reads nothing but ``args``: tensors and numbers."""
+
+    @abstractmethod
     def main_stream(self) -> AbstractContextManager[Any]:
         """Make the capture stream current, wherever the captured code has gone."""
 

@@ -6,7 +6,6 @@ import fnmatch
 import functools
 import inspect
 import threading
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, overload
@@ -38,6 +37,9 @@ class BreakHandler(Protocol):
 
     def unwatched(self, call: Callable[[], Any], reads: Iterable[torch.Tensor]) -> Any:
         """Run a call whose operators the dispatcher does not show, and which reads these tensors."""
+
+    def compiled(self, call: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Run compiled code that reads nothing but its arguments."""
 
 
 class _ThreadState(threading.local):
@@ -174,7 +176,7 @@ class EagerBreak:
         if self._method_spec is None:
             _, *parameters = self.spec.signature.parameters.values()
             self._method_spec = replace(self.spec, signature=self.spec.signature.replace(parameters=parameters))
-        return _MethodBreak(self._method_spec, types.MethodType(self.fn, instance))
+        return _MethodBreak(self._method_spec, functools.partial(self.fn, instance))
 
 
 class _MethodBreak:

@@ -121,6 +121,7 @@ class PlanFamily:
         outputs: OutputPolicy = "borrow",
         on_hazard: OnHazard | None = None,
         version: Callable[[], object] | None = None,
+        compiler: Callable[[], Callable[[], Tree]] | None = None,
     ) -> Plan:
         """Capture ``fn``.
 
@@ -140,6 +141,7 @@ class PlanFamily:
                 break ("break"), or warn ("warn"). None: no such run; the first one met is refused while capturing.
             version: Called now and at every replay, which raises when the value differs: for state that is not on
                 modules, such as the number of the adapter whose weights were folded in.
+            compiler: Called after the warm-up, gives what is captured in the place of ``fn``.
 
         Raises:
             HazardError: see ``on_hazard``.
@@ -163,14 +165,14 @@ class PlanFamily:
             with _restored(self.device, state) as restore, MadeBreaks() as made:
                 mode = ExecMode.current(self.device.torch_device.type)
                 warmed = warm_up(self.device, fn, made, restore, breaks=breaks, runs=warmup, on_hazard=on_hazard)
-                places, constants, notes = self._outputs.place(warmed.outputs), warmed.constants, warmed.notes
-                own = warmed.own
+                places, (constants, notes, own) = self._outputs.place(warmed.outputs), warmed[1:]
                 del warmed
+                captured, compile_sec = _compiled(fn, compiler, restore)
                 if self.ranks is not None:
                     self.ranks.check_warm_up()
                 before = (self._pool.reserved_bytes, self.device.driver_bytes())
-                builder = self._build(fn, breaks, places, constants)
-            cost = self._cost(builder, *before, started)
+                builder = self._build(captured, breaks, places, constants)
+            cost = self._cost(builder, *before, started, compile_sec)
             steps, pins = builder.hand_over()
             fingerprint = Fingerprint(pins, self._index, own, version, token)
             plan = Plan(self, label, steps, pins, places, mode, outputs, cost, notes, fingerprint)
@@ -180,7 +182,7 @@ class PlanFamily:
         return plan
 
     def _cost(
-        self, builder: CaptureBuilder, pool_before: int, driver_before: int | None, started: float
+        self, builder: CaptureBuilder, pool_before: int, driver_before: int | None, started: float, compile_sec: float
     ) -> CaptureCost:  # fmt: skip
         driver_after = self.device.driver_bytes()
         return CaptureCost(
@@ -188,6 +190,7 @@ class PlanFamily:
             pool_growth_bytes=self._pool.reserved_bytes - pool_before,
             driver_bytes=None if driver_after is None or driver_before is None else driver_after - driver_before,
             capture_sec=time.perf_counter() - started,
+            compile_sec=compile_sec,
         )
 
     def _check_usable(self) -> None:
@@ -337,6 +340,18 @@ class PlanFamily:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _compiled(
+    fn: Callable[[], Tree], compiler: Callable[[], Callable[[], Tree]] | None, restore: Callable[[], None]
+) -> tuple[Callable[[], Tree], float]:
+    """What is captured, and the seconds that it took to make it."""
+    if compiler is None:
+        return fn, 0.0
+    begun = time.perf_counter()
+    captured = compiler()
+    restore()
+    return captured, time.perf_counter() - begun
 
 
 def _check_options(outputs: str, on_hazard: str | None, warmup: int) -> None:

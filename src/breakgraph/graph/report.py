@@ -45,6 +45,7 @@ class CaptureCost:
     pool_growth_bytes: int
     driver_bytes: int | None
     capture_sec: float
+    compile_sec: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ class PlanReport:
         driver_bytes: Device memory that the capture took and torch's allocator does not hold: what the driver keeps for
             the graphs. None on the CPU device. The driver hands out megabytes at a time, and other processes count:
             only sums over many plans mean something.
-        capture_sec: Wall-clock time of the capture, warm-up included.
+        capture_sec: Wall-clock time of the capture, warm-up and compiling included.
+        compile_sec: The part of it in which the function was traced and compiled; 0 where the backend does neither.
         replays: Replays so far.
         notes: What the scan for hazards saw and let pass; and why a backend was chosen, where one was.
     """
@@ -80,6 +82,7 @@ class PlanReport:
     pool_growth_bytes: int
     driver_bytes: int | None
     capture_sec: float
+    compile_sec: float
     replays: int
     notes: tuple[str, ...] = ()
 
@@ -110,7 +113,7 @@ class PlanReport:
             f"{self.num_segments} segments, {self.num_breaks} breaks, {nodes} nodes, {self.replays} replays",
             f"  activations {self.pool_peak_bytes / MIB:.2f} MiB, pool +{self.pool_growth_bytes / MIB:.2f} MiB, "
             f"outputs {self.output_bytes / MIB:.2f} MiB, pinned {self.pinned_bytes / MIB:.2f} MiB, captured in "
-            f"{self.capture_sec:.3f} s",
+            f"{self.capture_sec:.3f} s" + (f", {self.compile_sec:.3f} s of it compiled" if self.compile_sec else ""),
         ]
         for step in self.steps:
             host = "" if step.host_sec is None or self.emulated else f", host {step.host_sec * 1e6:.1f} us"

@@ -44,6 +44,9 @@ class _EagerWatch:
     def unwatched(self, call: Callable[[], Any], reads: Iterable[torch.Tensor]) -> Any:
         return call()
 
+    def compiled(self, call: Callable[..., Any], args: Sequence[Any]) -> Any:
+        return call(*args)
+
     def call_break(
         self, spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Tree:  # fmt: skip

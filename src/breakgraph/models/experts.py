@@ -7,6 +7,7 @@ such rows lie behind the last group and come out as zero.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from breakgraph.attention import live_token_count
+from breakgraph.graph.tracing import TracePlace, Untraced
 
 LIVE_GROUPED_MM = "breakgraph_grouped_mm"
 TRITON = "breakgraph_triton"
@@ -50,6 +52,10 @@ def _triton(
 _FUNCTIONS = {LIVE_GROUPED_MM: _live_grouped_mm, TRITON: _triton}
 for _name, _function in _FUNCTIONS.items():
     ExpertsInterface.register(_name, _function)
+_places = [
+    TracePlace(partial(ExpertsInterface.register, name), function, Untraced(function))
+    for name, function in _FUNCTIONS.items()
+]
 
 
 def triton_refusals(model: PreTrainedModel) -> list[str]:
@@ -76,7 +82,5 @@ def _refusal(module: Any) -> str | None:
 
 def hide_experts() -> None:
     """Make Dynamo leave the experts alone: it compiles what lies before them and what lies behind them."""
-    import torch._dynamo
-
-    for name, function in _FUNCTIONS.items():
-        ExpertsInterface.register(name, torch._dynamo.disable(function))
+    for place in _places:
+        place.hide()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from breakgraph.attention import LayerAttention, attend, store
 from breakgraph.errors import UnsupportedModelError
+from breakgraph.graph.tracing import TracePlace
 
 ATTENTION_NAME = "breakgraph"
 
@@ -34,25 +36,36 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv] to ([1, T, H, Dv], None)."""
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    out = q.new_empty((*q.shape[:2], v.shape[2]))
     seen = _layers_seen.get()
     if seen is None:
-        attend(q, k, v, out, module.layer_idx, store(k, v, module.layer_idx))
-    else:
-        seen.append(_describe(module, query, key, value, attention_mask, kwargs))
-        out.zero_()
+        return _attend(module.layer_idx, query, key, value)
+    seen.append(_describe(module, query, key, value, attention_mask, kwargs))
+    return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3])), None
+
+
+def _attend(
+    layer_id: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    out = q.new_empty((*q.shape[:2], v.shape[2]))
+    attend(q, k, v, out, layer_id, store(k, v, layer_id))
     return out[None], None
 
 
+def _traced_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
+    """What Dynamo can trace of :func:`_attention`: no context is asked for."""
+    return _attend(module.layer_idx, query, key, value)
+
+
 AttentionInterface.register(ATTENTION_NAME, _attention)
+_place = TracePlace(partial(AttentionInterface.register, ATTENTION_NAME), _attention, _traced_attention)
 
 
 def hide_attention() -> None:
     """Make Dynamo leave attention alone: it compiles what lies before it and what lies behind it."""
-    import torch._dynamo
-
-    AttentionInterface.register(ATTENTION_NAME, torch._dynamo.disable(_attention))
+    _place.hide()
 
 
 def discover_layers(model: PreTrainedModel) -> tuple[LayerAttention, ...]:

@@ -236,14 +236,15 @@ class Runner(ABC):
         """A step made ready as for a replay, for whoever calls the forward himself: buffers loaded, metadata in place.
 
         Yields:
-            The forward, as the bucket's plan was captured from; its logits have a row for each padded request.
+            The forward, or what the backend compiled from it, as the bucket's plan was captured from; its logits have a
+            row for each padded request.
 
         Raises:
             ConfigError: the batch does not fit the phase or any bucket.
         """
         fields = self._allocated().load(batch, self._bucket(batch))
         with torch.no_grad(), use_step(self._plan_attention(batch, fields, in_bucket=True)):
-            yield lambda: self.forward(fields)
+            yield self.backend.reference(self.spec.key(self._bucket(batch)), lambda: self.forward(fields))
 
     def run_replay(self, batch: StepBatch) -> Tensor:
         """Logits [num_reqs, vocab] of one step by replay, whatever admission says. A clone; not counted in the stats.

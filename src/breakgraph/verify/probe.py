@@ -128,6 +128,9 @@ class _Counting:
     def unwatched(self, call: Callable[[], Any], reads: Iterable[Tensor]) -> Any:
         return self._handler.unwatched(call, reads)
 
+    def compiled(self, call: Callable[..., Any], args: Sequence[Any]) -> Any:
+        return self._handler.compiled(call, args)
+
     def call_break(
         self, spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Tree:  # fmt: skip

@@ -19,7 +19,8 @@ class FakePlan:
         return self.fn()
 
     def explain(self) -> PlanReport:
-        return PlanReport(self.label, "cpu", True, (), *[0] * 4, None, 0.0, 0)
+        sizes = {name: 0 for name in PlanReport.__dataclass_fields__ if name.endswith(("bytes", "sec", "replays"))}
+        return PlanReport(label=self.label, device="cpu", emulated=True, steps=(), **sizes)
 
     def close(self) -> None:
         self.is_closed = True
@@ -40,7 +41,7 @@ class FakeFamily:
         finally:
             self.events.append("window closes")
 
-    def capture(self, fn: Callable[[], Any], *, label: str, **options: Any) -> FakePlan:
+    def capture(self, fn: Callable[[], Any], *, label: str, compiler: object, **options: Any) -> FakePlan:
         self.events.append(f"capture {label}")
         self.options[label] = options
         fn()

@@ -15,7 +15,7 @@ from breakgraph.errors import CaptureError, ConfigError, ReplayError, UnknownNam
 from breakgraph.graph import ShapeKey
 from unit.backends.fakes import FakeFamily
 
-CAPTURING = ("auto", "breakable", "debug_eager", "full")
+CAPTURING = ("auto", "breakable", "debug_eager", "full", "tc_piecewise", "tc_piecewise_inductor")
 SMALL, LARGE = ShapeKey("prefill", 2), ShapeKey("prefill", 8)
 
 
@@ -25,13 +25,15 @@ def family() -> FakeFamily:
 
 
 def test_names() -> None:
-    assert BACKENDS == ("auto", "breakable", "debug_eager", "eager", "full")
+    assert BACKENDS == (
+        "auto", "breakable", "debug_eager", "eager", "full", "tc_piecewise", "tc_piecewise_inductor",
+    )  # fmt: skip
     assert [backend_class(name).name for name in BACKENDS] == list(BACKENDS)
 
 
 @pytest.mark.parametrize("name", ["Full", "tc", "", "breakable "])
 def test_unknown_name_lists_the_known(name: str, family: FakeFamily) -> None:
-    with pytest.raises(UnknownNameError, match="known: auto, breakable, debug_eager, eager, full") as error:
+    with pytest.raises(UnknownNameError, match="known: auto, breakable, debug_eager, eager, full, tc_pie") as error:
         make_backend(name, family)
     assert repr(name) in str(error.value)
     assert isinstance(error.value, ConfigError)
@@ -58,6 +60,8 @@ def test_the_contract_stays_small() -> None:
         ("debug_eager", True, False),
         ("eager", False, False),
         ("full", True, True),
+        ("tc_piecewise", True, False),
+        ("tc_piecewise_inductor", True, False),
     ],
 )
 def test_declarations(name: str, captures: bool, records_breaks: bool) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from breakgraph.backends import make_backend
 from breakgraph.graph import PlanFamily, ShapeKey, eager_on_graph
 
-CAPTURING = ("breakable", "debug_eager", "full")
+CAPTURING = ("breakable", "debug_eager", "full", "tc_piecewise")
 SMALL, LARGE = ShapeKey("toy", 2), ShapeKey("toy", 4)
 
 
@@ -68,7 +68,7 @@ def test_replays_read_the_values_of_now(name: str, toy: Toy, family: PlanFamily)
 
 @pytest.mark.parametrize(
     ("name", "forwards_per_replay", "breaks_per_replay"),
-    [("breakable", 0, 1), ("debug_eager", 1, 1), ("full", 0, 0)],
+    [("breakable", 0, 1), ("debug_eager", 1, 1), ("full", 0, 0), ("tc_piecewise", 0, 1)],
 )
 def test_what_runs_as_python_on_a_replay(
     name: str, forwards_per_replay: int, breaks_per_replay: int, toy: Toy, family: PlanFamily

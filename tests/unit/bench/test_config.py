@@ -37,6 +37,8 @@ from breakgraph.errors import ConfigError, UnknownNameError
         (ServeBench, {"num_requests": None}, "num_requests: expected integers of 1 or more, got None"),
         (ServeBench, {"max_num_batched_tokens": 64}, "max_num_batched_tokens=64 must be at least the 256 requests"),
         (CaptureBench, {"prefill_buckets": (4, -1)}, "prefill_buckets: expected integers of 1 or more"),
+        (CaptureBench, {"compare": True, "rounds": 3}, "leave rounds out with it"),
+        (CaptureBench, {"compare": True, "backends": ("full",)}, "leave backends out with it"),
         (CaptureBench, {"dtype": "int8"}, "dtype must be one of auto, float32, bfloat16, float16, got 'int8'"),
         (CaptureBench, {"model": ""}, "model must be a preset name or a folder, got ''"),
     ],

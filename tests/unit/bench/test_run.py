@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from breakgraph.bench import arms
-from breakgraph.bench.ceilings import step_work
+from breakgraph.bench import arms, comparison
+from breakgraph.bench.capture import measure as measure_capture
+from breakgraph.bench.ceilings import Ceilings, step_work
 from breakgraph.bench.config import BenchConfig, CaptureBench, DecodeBench, PrefillBench, ServeBench
 from breakgraph.bench.result import Metric, Result, Row, from_json, to_json
 from breakgraph.bench.run import run_bench, with_ratios
@@ -90,6 +91,37 @@ def test_capture_has_totals_buckets_and_steps(tiny_folder: str) -> None:
     assert total.metrics["pool"].value >= growth > 0
     steps = [row.params["step"] for row in result.rows if row.name == "step" and row.params["phase"] == "prefill"]
     assert steps == ["0", "attend", "1", "attend", "2"]
+
+
+@pytest.mark.parametrize("ceilings", [None, TINY_CEILINGS])
+def test_a_comparison_builds_and_replays_each_way(
+    tiny_folder: str, make_setting: MakeSetting, monkeypatch: pytest.MonkeyPatch, ceilings: Ceilings | None
+) -> None:
+    """All but Inductor's pieces, which take a while on a CPU; fused layers are traced and not compiled there."""
+    ways = tuple(arm for arm in comparison.ARMS if arm.backend != "tc_piecewise_inductor")
+    monkeypatch.setattr(comparison, "ARMS", ways)
+    config = CaptureBench(model=tiny_folder, device="cpu", compare=True, prefill_buckets=(4, 16), max_num_seqs=2)
+    rows = measure_capture(make_setting(config, ceilings))
+    built = {(row.params["backend"], row.params["fusion"]): row.metrics for row in rows if row.name == "build"}
+    replayed = {(row.params["backend"], row.params["fusion"]): row.metrics for row in rows if row.name == "replay"}
+    unfused = [("eager", "none"), ("tc_piecewise", "none"), ("breakable", "none"), ("full", "none")]
+    assert list(built) == list(replayed) == [*unfused, ("breakable", "inductor")]
+    assert [built[way]["buckets"].value for way in built] == [0, 2, 2, 2, 2]
+    counts = {way: (replayed[way]["graphs"].value, replayed[way]["breaks"].value) for way in built if way[0] != "eager"}
+    assert set(counts.values()) == {(3, 2), (1, 0)}
+    assert counts["full", "none"] == (1, 0)
+    assert all(metrics["equals_eager"].value for way, metrics in replayed.items() if way[0] != "eager")
+    assert all(metrics["off_eager"].value < 1e-5 for metrics in replayed.values())
+    assert all(metrics["own_lines"].value > 0 for metrics in built.values())
+    for way, metrics in built.items():
+        is_timed = ceilings is not None
+        assert ("build" in metrics) == (is_timed and way[0] != "eager")
+        assert ("time" in replayed[way]) == is_timed
+    if ceilings is not None:
+        compiling = {way: metrics["compile"].value for way, metrics in built.items() if "compile" in metrics}
+        assert {way for way, seconds in compiling.items() if seconds} == {
+            ("tc_piecewise", "none"), ("breakable", "inductor")
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", SMALL)

@@ -18,8 +18,8 @@ from breakgraph.runners import DecodeRunner, PrefillRunner, Runner, SlottedPrefi
 from unit.runners.fakes import NUM_BLOCKS, make_decode_spec, make_prefill_spec
 from unit.runners.toy_model import LAYERS, NUM_LAYERS, ToyModel, ToyRequest, new_cache, next_step
 
-PREFILL_BACKENDS = ("breakable", "debug_eager", "full")
-DECODE_BACKENDS = ("full", "breakable", "debug_eager")
+PREFILL_BACKENDS = ("breakable", "debug_eager", "full", "tc_piecewise")
+DECODE_BACKENDS = ("full", "breakable", "debug_eager", "tc_piecewise")
 Forward = Callable[[Mapping[str, Tensor]], Tensor]
 
 
