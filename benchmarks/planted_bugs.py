@@ -26,7 +26,9 @@ TESTS = (
     "tests/unit/graph", "tests/unit/runners", "tests/unit/backends", "tests/unit/test_api.py",
     "tests/footguns/test_programs.py",
 )  # fmt: skip
-GPU_TESTS = ("tests/gpu/test_capture_cuda.py", "tests/footguns/test_runner_faults.py", "tests/unit/runners")
+GPU_TESTS = (
+    "tests/gpu/test_capture_cuda.py", "tests/footguns/test_runner_faults.py", "tests/unit/runners/test_buffers.py",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
