@@ -6,7 +6,7 @@ Breaks must see the batch of *this* replay, so nothing here is ever passed as a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -65,15 +65,25 @@ class AttentionStep:
         )
 
 
-_current: ContextVar[AttentionMetadata | None] = ContextVar("breakgraph_attention_step", default=None)
+class _Unplanned:
+    """In the place of metadata that nobody has asked for yet."""
+
+    def __init__(self, plan: Callable[[], AttentionMetadata]) -> None:
+        self.plan = plan
+
+
+_current: ContextVar[AttentionMetadata | _Unplanned | None] = ContextVar("breakgraph_attention_step", default=None)
 
 
 @contextmanager
-def use_step(metadata: AttentionMetadata) -> Iterator[None]:
-    """Makes `metadata` the one that attention calls on this thread see; not nested, so that no step sees another's."""
+def use_step(metadata: AttentionMetadata | Callable[[], AttentionMetadata]) -> Iterator[None]:
+    """Makes `metadata` the one that attention calls on this thread see; not nested, so that no step sees another's.
+
+    Given a function, it is called when attention first asks: what comes before is launched without waiting for a plan.
+    """
     if _current.get() is not None:
         raise RuntimeError("a step is already in progress on this thread; leave its use_step before the next one")
-    token = _current.set(metadata)
+    token = _current.set(_Unplanned(metadata) if callable(metadata) else metadata)
     try:
         yield
     finally:
@@ -82,9 +92,17 @@ def use_step(metadata: AttentionMetadata) -> Iterator[None]:
 
 def current_step() -> AttentionMetadata:
     """The metadata of the step in progress. Raises RuntimeError outside `use_step`."""
-    metadata = _current.get()
+    metadata = _metadata()
     if metadata is None:
         raise RuntimeError("attention was called outside a step; call the model inside `with use_step(metadata):`")
+    return metadata
+
+
+def _metadata() -> AttentionMetadata | None:
+    metadata = _current.get()
+    if isinstance(metadata, _Unplanned):
+        metadata = metadata.plan()
+        _current.set(metadata)
     return metadata
 
 
@@ -93,7 +111,7 @@ def live_token_count(num_rows: int) -> torch.Tensor | None:
 
     For what is recorded into a graph and should not spend time on padding. Also None outside `use_step`.
     """
-    metadata = _current.get()
+    metadata = _metadata()
     if metadata is None or metadata.step.num_tokens_gpu is None:
         return None
     expected = metadata.step.padded_num_tokens

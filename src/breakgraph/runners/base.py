@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -295,9 +296,11 @@ class Runner(ABC):
             logger.exception("could not close %s after a failed capture", key)
 
     def _replay(self, batch: StepBatch, size: int) -> Tensor:
-        fields = self._allocated().load(batch, size)
-        with torch.no_grad(), use_step(self._plan_attention(batch, fields, in_bucket=True)):
-            logits: Tensor = self.backend.replay(self.spec.key(size))
+        fields, key = self._allocated().load(batch, size), self.spec.key(size)
+        plan = partial(self._plan_attention, batch, fields, in_bucket=True)
+        # The first segment needs no plan: with breaks the GPU works on it while attention is planned.
+        with torch.no_grad(), use_step(plan if self.backend.has_breaks(key) else plan()):
+            logits: Tensor = self.backend.replay(key)
         return logits[: batch.num_reqs]
 
     def _run_eager(self, batch: StepBatch) -> Tensor:

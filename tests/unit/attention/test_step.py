@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from breakgraph.attention import AttentionMetadata, attend, current_step, use_step
+from breakgraph.attention import AttentionMetadata, attend, current_step, live_token_count, use_step
 from breakgraph.attention.sdpa import SdpaAttention
 from unit.attention.ragged import PLAIN, ragged_batch
 
@@ -29,6 +29,28 @@ def test_a_step_ends_with_an_exception_too(metadata: AttentionMetadata) -> None:
         raise KeyError
     with use_step(metadata):
         pass
+
+
+def test_a_step_that_is_planned_when_it_is_needed(metadata: AttentionMetadata) -> None:
+    plans: list[AttentionMetadata] = []
+
+    def plan() -> AttentionMetadata:
+        plans.append(metadata)
+        return metadata
+
+    with use_step(plan):
+        assert not plans
+        with pytest.raises(RuntimeError, match="already in progress"), use_step(metadata):
+            pass
+        assert current_step() is metadata
+        assert current_step() is metadata
+        assert live_token_count(metadata.step.padded_num_tokens) is None
+    assert plans == [metadata]
+    with use_step(plan):
+        live_token_count(metadata.step.padded_num_tokens)
+    assert plans == [metadata] * 2
+    with pytest.raises(RuntimeError, match="outside a step"):
+        current_step()
 
 
 def test_steps_do_not_nest(metadata: AttentionMetadata) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from breakgraph.attention import current_step
 from breakgraph.errors import ClosedError, ConfigError
+from breakgraph.graph import ShapeKey
 from breakgraph.runners import DecodeRunner, PrefillRunner, Runner, SlottedPrefillRunner
 from unit.backends.fakes import FakeFamily
 from unit.runners.fakes import (
@@ -180,6 +181,24 @@ def test_run_padded_eager_is_the_replay_without_the_plan(phase: str) -> None:
 def test_run_padded_eager_needs_a_bucket() -> None:
     with pytest.raises(ConfigError, match="decode: expected a step that fits bucket 8, got 9 tokens in 9 requests"):
         decode_setup().ready().runner.run_padded_eager(decode_batch(9))
+
+
+@pytest.mark.parametrize(("backend", "planned"), [("breakable", 0), ("full", 1)])
+def test_attention_is_planned_behind_the_first_segment_where_there_are_breaks(
+    backend: str, planned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = decode_setup(backend).ready()
+    replay, seen = setup.runner.backend.replay, []
+
+    def spy(key: ShapeKey) -> object:
+        seen.append(len(setup.attention.steps))
+        return replay(key)
+
+    monkeypatch.setattr(setup.runner.backend, "replay", spy)
+    batch = decode_batch(2)
+    assert setup.runner.run(batch).tolist() == expected_logits(batch)
+    assert seen == [planned]
+    assert len(setup.attention.steps) == 1
 
 
 @BOTH
