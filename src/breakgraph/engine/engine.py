@@ -13,6 +13,7 @@ from breakgraph.attention import KVCacheBuffers
 from breakgraph.engine.config import EngineConfig
 from breakgraph.engine.detokenizer import Detokenizer
 from breakgraph.engine.device_memory import MemoryPlan
+from breakgraph.engine.guided import GrammarCompiler
 from breakgraph.engine.kv_cache import num_blocks_for
 from breakgraph.engine.memory_report import MemoryReport, memory_report
 from breakgraph.engine.request import Request
@@ -87,6 +88,7 @@ class Engine:
         self.runners = runners
         self.scheduler = scheduler
         self.sampler = sampler
+        self.grammars = GrammarCompiler(tokenizer, facts.vocab_size, facts.eos_token_ids)
         self.memory = memory
         self.verified: VerifySummary | None = None
         self.live_check: LiveCheck | None = None
@@ -155,7 +157,7 @@ class Engine:
             with_text: whether the request makes text of its tokens; without, it has token ids only.
 
         Raises EmptyPromptError, PromptTooLongError, RequestTooLargeError, PromptError (a token id that the model does
-        not have), or ConfigError (stop strings without a tokenizer).
+        not have), or ConfigError (stop strings without a tokenizer, a form that cannot be guided to).
         """
         self._check_open()
         self._check_prompt(prompt_token_ids)
@@ -174,6 +176,7 @@ class Engine:
             index=index,
             detokenizer=None if tokenizer is None else Detokenizer(tokenizer, prompt_token_ids),
             generator=None if params.seed is None else self.sampler.make_generator(_wrap_int64(params.seed + index)),
+            guide=None if params.guided_decoding is None else self.grammars.compile(params.guided_decoding).guide(),
         )
         self.scheduler.check_fits(request)
         return request
@@ -269,7 +272,9 @@ class Engine:
         histories: list[History] = []
         if any(p.has_penalties for p in params):
             histories = [History(r.prompt_token_ids, r.output_token_ids) for r in requests]
-        drawn = self.sampler.sample(logits_RV, params, generators, histories)
+        # Found while the device still runs the step.
+        masks = {i: r.guide.allowed() for i, r in enumerate(requests) if r.guide is not None}
+        drawn = self.sampler.sample(logits_RV, params, generators, histories, masks)
         for i, token_id in zip(wanted, drawn, strict=True):
             token_ids[i] = token_id
         return token_ids

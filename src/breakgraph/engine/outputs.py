@@ -17,9 +17,9 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: str | None
-    """"stop" (end of sequence, stop string or stop token), "length" (max_tokens or the context), "abort"."""
+    """"stop" (end of sequence, stop string or stop token), "length" (max_tokens or the context), "abort" (given up)."""
     stop_reason: int | str | None
-    """The stop string or stop token that ended it; None for the end of sequence."""
+    """The stop string or stop token that ended it, or why it was given up; None for the end of sequence."""
     logprobs: list[TokenLogprobs] | None = None
     """One for each of `token_ids`; None when they were not asked for."""
 

@@ -13,8 +13,13 @@ from breakgraph.engine.sampling import SamplingParams
 if TYPE_CHECKING:
     import torch
 
+    from breakgraph.engine.guided import Guide
     from breakgraph.engine.prefix_cache import PrefixNode
     from breakgraph.engine.sampler import TokenLogprobs
+
+
+NO_TOKEN_FITS = "the vocabulary has no token with which the answer keeps to its form"
+"""Why a guided answer was given up."""
 
 
 class RequestStatus(Enum):
@@ -44,6 +49,8 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     detokenizer: Detokenizer | None = None
     generator: torch.Generator | None = None
+    guide: Guide | None = None
+    """Where a guided answer is in its grammar."""
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     output_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -92,7 +99,11 @@ class Request:
         self.output_token_ids.append(token_id)
         if logprobs is not None:
             self.output_logprobs.append(logprobs)
-        if not self.params.ignore_eos and token_id in self.eos_token_ids:
+        if self.guide is not None:
+            self.guide.accept(token_id)
+        if self.guide is not None and self.guide.is_stuck:
+            self.finish_reason, self.stop_reason = "abort", NO_TOKEN_FITS
+        elif not self.params.ignore_eos and token_id in self.eos_token_ids:
             self.finish_reason = "stop"
         elif token_id in (self.params.stop_token_ids or ()):
             self.finish_reason, self.stop_reason = "stop", token_id

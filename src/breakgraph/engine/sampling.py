@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from breakgraph.engine.guided_params import GuidedDecodingParams
 from breakgraph.errors import ConfigError
 
 GREEDY_BELOW = 1e-5
@@ -46,6 +47,9 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = field(default=None, metadata={"help": "tokens that end the request"})
     ignore_eos: bool = field(default=False, metadata={"help": "go on after the model's end-of-sequence token"})
     seed: int | None = field(default=None, metadata={"help": "same tokens on every run, whatever else is in the batch"})
+    guided_decoding: GuidedDecodingParams | None = field(
+        default=None, metadata={"help": "the form that the answer must have, as far as max_tokens lets it go"}
+    )
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0.0, math.inf)
@@ -66,6 +70,10 @@ class SamplingParams:
                 raise ConfigError(f"seed must fit 64 bits, got {self.seed}")
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        if not isinstance(self.guided_decoding, GuidedDecodingParams | None):
+            raise ConfigError(f"guided_decoding must be GuidedDecodingParams, got {self.guided_decoding!r}")
+        if self.guided_decoding is not None and self.ignore_eos:
+            raise ConfigError("ignore_eos goes on where a guided answer is complete; leave out one of them")
         object.__setattr__(self, "stop", _as_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _as_token_ids(self.stop_token_ids))
 

@@ -14,12 +14,14 @@ from typing import Any, Self, TypeVar
 from breakgraph.engine.answer_text import AnswerText
 from breakgraph.engine.engine import Engine
 from breakgraph.engine.engine_thread import EngineThread, TokenEvent
+from breakgraph.engine.guided import Grammar
+from breakgraph.engine.guided_params import GuidedDecodingParams
 from breakgraph.engine.prompts import TokenPrompt, apply_chat_template, encode
 from breakgraph.engine.request import Request
 from breakgraph.engine.sampler import TokenLogprobs
 from breakgraph.engine.sampling import SamplingParams
 from breakgraph.errors import ConfigError, PromptTooLongError
-from breakgraph.server.errors import ApiError
+from breakgraph.server.errors import ApiError, request_timeout
 from breakgraph.server.metrics import Metrics
 
 T = TypeVar("T")
@@ -29,7 +31,8 @@ _MAX_FAILED_STEPS = 3
 
 
 class AsyncEngine:
-    """Owns: the engine's thread and a thread for the tokenizer; not the engine. All methods belong to one event loop.
+    """Owns: the engine's thread, one for the tokenizer and one for grammars; not the engine. All methods belong to one
+    event loop.
 
     Raises ConfigError for an engine without a tokenizer.
     """
@@ -44,6 +47,8 @@ class AsyncEngine:
         self.metrics = metrics
         self._thread = EngineThread(engine, self._publish, max_waiting=max_waiting)
         self._tokenizing = ThreadPoolExecutor(1, "breakgraph-tokenizer")
+        # Of its own: a grammar can take seconds.
+        self._compiling = ThreadPoolExecutor(1, "breakgraph-grammar")
         self._max_chars_per_token = max(map(len, self.tokenizer.get_vocab()), default=1)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: dict[str, asyncio.Queue[TokenEvent]] = {}
@@ -67,9 +72,10 @@ class AsyncEngine:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends what still runs, and both threads. Waits for the step under way. A second call does nothing."""
+        """Ends what still runs, and all threads. Waits for the step under way. A second call does nothing."""
         self._thread.close()
         self._tokenizing.shutdown()
+        self._compiling.shutdown(cancel_futures=True)
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """`function` between two steps."""
@@ -101,6 +107,10 @@ class AsyncEngine:
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         return await self._in_tokenizer_thread(lambda: str(self.tokenizer.decode(list(token_ids))))
+
+    async def compile(self, params: GuidedDecodingParams) -> Grammar:
+        """A grammar; while somebody holds it, requests with it start at once. Raises ConfigError, see there."""
+        return await asyncio.get_running_loop().run_in_executor(self._compiling, self.engine.grammars.compile, params)
 
     async def _in_tokenizer_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
@@ -163,6 +173,8 @@ class _Answer:
         if event.error is not None:
             raise event.error
         assert event.token_id is not None, "an event has a token or an error"
+        if event.finish_reason == "abort":
+            raise ApiError(400, str(event.stop_reason), code="invalid_value")
         self.num_tokens += 1
         self.finish_reason = event.finish_reason
         text, tokens = "", []
@@ -274,8 +286,7 @@ class Generation:
             async with asyncio.timeout(self._deadline - time.monotonic()):
                 return await self._events.get()
         except TimeoutError:
-            message = f"the request was given up after {self._timeout_sec:g} seconds"
-            raise ApiError(408, message, kind="timeout_error", code="request_timeout") from None
+            raise request_timeout(self._timeout_sec) from None
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far; a prompt counts once, whatever n is."""
