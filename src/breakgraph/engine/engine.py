@@ -282,17 +282,18 @@ class Engine:
     def _logprobs(
         self, step: ScheduledStep, logits_RV: Any, token_ids: Sequence[int | None]
     ) -> dict[int, TokenLogprobs]:
-        """By row, for those that got a token and ask for them."""
-        num_top = {
-            i: row.request.params.logprobs
-            for i, row in enumerate(step.rows)
-            if row.request.params.logprobs is not None and row.needs_sample
-        }
-        if not num_top:
-            return {}
-        rows = list(num_top)
-        chosen = [token_id for i in rows if (token_id := token_ids[i]) is not None]
-        return dict(zip(rows, token_logprobs(logits_RV[rows], chosen, list(num_top.values())), strict=True))
+        """By row, for those that ask for them: of the token that was drawn, or of the next one of the prompt."""
+        rows, chosen, num_top = [], [], []
+        for i, (row, token_id) in enumerate(zip(step.rows, token_ids, strict=True)):
+            request, count = row.request, row.request.params.logprobs
+            if request.wants_prompt_logprobs and row.num_new_tokens == request.max_next_tokens:
+                count = request.params.prompt_logprobs
+                token_id = request.prompt_token_ids[len(request.prompt_logprobs) + 1]
+            if token_id is not None and count is not None:
+                rows.append(i)
+                chosen.append(token_id)
+                num_top.append(count)
+        return dict(zip(rows, token_logprobs(logits_RV[rows], chosen, num_top), strict=True)) if rows else {}
 
     def _check_open(self) -> None:
         if self._closed:

@@ -36,3 +36,5 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     """Prompt tokens whose KV was found in the prefix cache when the request started."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One for each prompt token, None for the first; None altogether when they were not asked for."""

@@ -55,6 +55,8 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     output_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One an output token if the params ask for them, else none."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, if the params ask for them, else none."""
     num_computed_tokens: int = 0
     """Tokens whose KV is in the cache; 0 again when the request is preempted."""
     num_cached_tokens: int | None = None
@@ -78,6 +80,18 @@ class Request:
     def num_pending_tokens(self) -> int:
         """Known tokens whose KV is still to be computed; 1 while decoding."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether some are still missing."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) + 1 < self.num_prompt_tokens
+
+    @property
+    def max_next_tokens(self) -> int:
+        """Pending tokens that a step may compute: it gives logits for the last one only."""
+        if not self.wants_prompt_logprobs:
+            return self.num_pending_tokens
+        return len(self.prompt_logprobs) + 1 - self.num_computed_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -152,4 +166,5 @@ class Request:
             outputs=[completion],
             finished=True,
             num_cached_tokens=self.num_cached_tokens or 0,
+            prompt_logprobs=None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs],
         )

@@ -42,6 +42,12 @@ class SamplingParams:
         default=None,
         metadata={"help": f"log probabilities of each token and of so many of the likeliest, {MAX_LOGPROBS} at most"},
     )
+    prompt_logprobs: int | None = field(
+        default=None,
+        metadata={
+            "help": "log probabilities of the prompt's tokens in the same way; it is then computed token by token"
+        },
+    )
     max_tokens: int = field(default=16, metadata={"help": "new tokens at most"})
     stop: str | Sequence[str] | None = field(default=None, metadata={"help": "strings that end the text, not included"})
     stop_token_ids: Sequence[int] | None = field(default=None, metadata={"help": "tokens that end the request"})
@@ -60,8 +66,9 @@ class SamplingParams:
         # Further out, float32 logits could overflow.
         _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _check_int("n", self.n, 1, "an integer >= 1")
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, f"an integer from 0 to {MAX_LOGPROBS}", high=MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _check_int(name, value, 0, f"an integer from 0 to {MAX_LOGPROBS}", high=MAX_LOGPROBS)
         _check_int("top_k", self.top_k, -1, "an integer >= 1, or 0 or -1 to keep all tokens")
         _check_int("max_tokens", self.max_tokens, 1, "an integer >= 1")
         if self.seed is not None:

@@ -45,6 +45,7 @@ async def answer_whole(receive: Receive, generation: Generation, form: Form, env
             answer = answers[delta.index]
             answer.text += delta.text
             answer.tokens += delta.tokens
+            answer.prompt_tokens += delta.prompt_tokens
             answer.finish_reason = delta.finish_reason
         return answers
 
@@ -83,7 +84,7 @@ class EventStream(Response):
             for choices in self._openings():
                 yield self._part(choices)
             async for delta in self._generation:
-                if delta.text or delta.tokens or delta.finish_reason is not None:
+                if delta.text or delta.tokens or delta.prompt_tokens or delta.finish_reason is not None:
                     yield self._part([self._form.part(delta)])
             if self._include_usage:
                 yield _event(self._envelope.part([], usage=self._generation.usage()))

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -157,6 +157,8 @@ class Delta:
     tokens: list[TokenLogprobs]
     """Log probabilities of the tokens that this text is of, if they were asked for."""
     finish_reason: str | None
+    prompt_tokens: list[TokenLogprobs | None] = field(default_factory=list)
+    """Those of the prompt, if they were asked for, with what is new first; the first token has none."""
 
 
 class _Answer:
@@ -186,7 +188,10 @@ class _Answer:
             self.finish_reason = "stop"
         elif event.is_last:
             text += self.text.finish()
-        return Delta(index, text, tokens, self.finish_reason)
+        prompt: list[TokenLogprobs | None] = []
+        if self.num_tokens == 1 and self.request.params.prompt_logprobs is not None:
+            prompt = [None, *self.request.prompt_logprobs]
+        return Delta(index, text, tokens, self.finish_reason, prompt)
 
 
 class Generation:

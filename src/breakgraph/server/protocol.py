@@ -166,10 +166,20 @@ class GenerationRequest(_Body):
         """At the end of a stream."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def prompt_logprobs(self) -> int | None:
+        return None
+
     def sampling_params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Without stop strings and n, which are the business of whoever makes the text."""
         given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, guided_decoding=self.guided_decoding(), **given)
+        return SamplingParams(
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            guided_decoding=self.guided_decoding(),
+            **given,
+        )
 
 
 class CompletionRequest(GenerationRequest):
@@ -184,12 +194,10 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=5)
 
-    @model_validator(mode="after")
-    def _check_echo(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            message = "echo with logprobs is not supported: there are log probabilities of new tokens only"
-            raise PydanticCustomError("unsupported", "{message}", {"message": message, "param": "echo"})
-        return self
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """Log probabilities are of all tokens that are shown."""
+        return self.logprobs if self.echo else None
 
 
 class TextPart(_Body):

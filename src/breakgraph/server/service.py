@@ -16,7 +16,7 @@ from breakgraph.server.answering import Envelope, EventStream, answer_whole
 from breakgraph.server.async_engine import AsyncEngine, Generation
 from breakgraph.server.config import ServerConfig
 from breakgraph.server.errors import ApiError, request_timeout
-from breakgraph.server.forms import ChatForm, CompletionForm, Form
+from breakgraph.server.forms import ChatForm, CompletionForm, Echo, Form
 from breakgraph.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
 _DEFAULT_MAX_TOKENS = 16
@@ -42,10 +42,11 @@ class Service:
         max_tokens = self._max_tokens(prompts, body.max_tokens, _DEFAULT_MAX_TOKENS)
         grammar = await self._compile(body)
         params = body.sampling_params(max_tokens, body.logprobs)
-        echoed: list[str] = []
+        echoed: list[Echo] = []
         if body.echo:
             texts = [p.text if p.text is not None else await self.engine.decode(p.token_ids) for p in prompts]
-            echoed = [text for text in texts for _ in range(body.num_answers)]
+            echoes = [Echo(text, prompt.token_ids) for text, prompt in zip(texts, prompts, strict=True)]
+            echoed = [echo for echo in echoes for _ in range(body.num_answers)]
         form = CompletionForm(self.engine.tokenizer, echoed, has_logprobs=body.logprobs is not None)
         generation = Generation(
             self.engine,

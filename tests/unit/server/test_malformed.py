@@ -38,7 +38,7 @@ CHANGES: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
     (COMPLETION, {"best_of": 2}, 400, "best_of", "unsupported_parameter"),
     (COMPLETION, {"suffix": "x"}, 400, "suffix", "unsupported_parameter"),
     (COMPLETION, {"logit_bias": {"1": 5}}, 400, "logit_bias", "unsupported_parameter"),
-    (COMPLETION, {"echo": True, "logprobs": 1}, 400, "echo", "unsupported_parameter"),
+    (COMPLETION, {"echo": 1}, 400, "echo", "invalid_value"),
     (COMPLETION, {"logprobs": 6}, 400, "logprobs", "invalid_value"),
     (COMPLETION, {"stop": ""}, 400, "stop", "invalid_value"),
     (COMPLETION, {"stop": ["a"] * 17}, 400, "stop", "invalid_value"),
