@@ -42,11 +42,7 @@ async def answer_whole(receive: Receive, generation: Generation, form: Form, env
     async def collect() -> list[Delta]:
         answers = [Delta(index, "", [], None) for index in range(generation.num_answers)]
         async for delta in generation:
-            answer = answers[delta.index]
-            answer.text += delta.text
-            answer.tokens += delta.tokens
-            answer.prompt_tokens += delta.prompt_tokens
-            answer.finish_reason = delta.finish_reason
+            answers[delta.index].append(delta)
         return answers
 
     async with generation:

@@ -160,6 +160,13 @@ class Delta:
     prompt_tokens: list[TokenLogprobs | None] = field(default_factory=list)
     """Those of the prompt, if they were asked for, with what is new first; the first token has none."""
 
+    def append(self, later: Delta) -> None:
+        """Takes in what came after it."""
+        self.text += later.text
+        self.tokens += later.tokens
+        self.finish_reason = later.finish_reason
+        self.prompt_tokens += later.prompt_tokens
+
 
 class _Answer:
     """One request and its text."""
@@ -267,31 +274,55 @@ class Generation:
         return self.deltas()
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Until all answers have ended. Raises ApiError 408 after the timeout, and what made the engine drop one."""
-        num_left = sum(answer.finish_reason is None for answer in self._answers)
-        while num_left:
-            event = await self._next_event()
-            index = self._index_of[event.request.request_id]
-            answer = self._answers[index]
-            if answer.finish_reason is not None:
-                continue  # a step that ran beside the end of this answer
-            delta = answer.take(index, event)
-            self._timings[index].token()
-            if delta.finish_reason is not None:
-                num_left -= 1
-                self._timings[index].end(delta.finish_reason)
-                if event.is_last:
-                    self._engine.forget([answer.request])
-                else:
-                    self._engine.abort([answer.request])
-            yield delta
+        """Until all answers have ended. What came in while nobody looked is one delta an answer, so that a server that
+        cannot keep up sends fewer parts instead of older ones.
 
-    async def _next_event(self) -> TokenEvent:
+        Raises ApiError 408 after the timeout, and what made the engine drop an answer.
+        """
+        while any(answer.finish_reason is None for answer in self._answers):
+            merged: dict[int, Delta] = {}
+            failure: Exception | None = None
+            for event in await self._next_events():
+                try:
+                    delta = self._take(event)
+                except Exception as error:
+                    failure = error
+                    break
+                if delta is not None and delta.index in merged:
+                    merged[delta.index].append(delta)
+                elif delta is not None:
+                    merged[delta.index] = delta
+            for delta in merged.values():
+                yield delta
+            if failure is not None:
+                raise failure
+
+    def _take(self, event: TokenEvent) -> Delta | None:
+        """None for what a step made beside the end of an answer. Raises what ended the answer."""
+        index = self._index_of[event.request.request_id]
+        answer = self._answers[index]
+        if answer.finish_reason is not None:
+            return None
+        delta = answer.take(index, event)
+        self._timings[index].token()
+        if delta.finish_reason is not None:
+            self._timings[index].end(delta.finish_reason)
+            if event.is_last:
+                self._engine.forget([answer.request])
+            else:
+                self._engine.abort([answer.request])
+        return delta
+
+    async def _next_events(self) -> list[TokenEvent]:
+        """One at least, and all that are there."""
         try:
             async with asyncio.timeout(self._deadline - time.monotonic()):
-                return await self._events.get()
+                events = [await self._events.get()]
         except TimeoutError:
             raise request_timeout(self._timeout_sec) from None
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
+        return events
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far; a prompt counts once, whatever n is."""
