@@ -99,7 +99,7 @@ def make_dummy(engine: Engine, watch: Watch, step_sec: float) -> None:
     assert engine.tokenizer is not None
     token_ids = engine.tokenizer(ANSWER).input_ids
 
-    def step() -> list[Request]:
+    def step(meanwhile: object) -> list[Request]:
         scheduled = engine.scheduler.schedule()
         assert scheduled is not None
         time.sleep(step_sec - time.perf_counter() % step_sec)

@@ -21,7 +21,7 @@ from breakgraph.engine.sampler import History, Sampler, TokenLogprobs, token_log
 from breakgraph.engine.sampling import SamplingParams
 from breakgraph.engine.scheduler import ScheduledStep, Scheduler
 from breakgraph.engine.stats import engine_stats
-from breakgraph.engine.step_batch import build_batch
+from breakgraph.engine.step_batch import PreparedDecode, build_batch
 from breakgraph.errors import (
     ClosedError,
     ConfigError,
@@ -95,6 +95,7 @@ class Engine:
         if config.verify_fraction:
             self.live_check = LiveCheck(config.verify_fraction, config.seed, kv, model_tensors)
         self._request_ids = map(str, itertools.count())
+        self._prepared: PreparedDecode | None = None
         self._closed = False
 
     @property
@@ -186,19 +187,28 @@ class Engine:
         self._check_open()
         self.scheduler.add(request)
 
-    def step(self) -> list[Request]:
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[Request]:
         """Runs one step and returns the requests that it finished.
 
         Whatever is raised on the way, no token and no KV of this step is booked: the same step can be tried again, or
         its requests aborted.
+
+        Args:
+            meanwhile: called when the device has the step and before its tokens are waited for; not when there is none.
         """
         self._check_open()
         step = self.scheduler.schedule()
         if step is None:
             return []
         runner = self.runners["decode" if step.is_decode else "prefill"]
-        batch = build_batch(step, self.config.block_size)
+        prepared, self._prepared = self._prepared, None
+        batch = None if prepared is None else prepared.batch(step)
+        if batch is None:
+            batch = build_batch(step, self.config.block_size)
         logits = runner.run(batch) if self.live_check is None else self.live_check.run(runner, batch)
+        meanwhile()
+        self.scheduler.take_ahead(step)
+        self._prepared = PreparedDecode.after(step, self.config.block_size)
         token_ids = self._sample(step, logits)
         return self.scheduler.commit(step, token_ids, self._logprobs(step, logits, token_ids))
 

@@ -145,6 +145,24 @@ class Scheduler:
             request.prompt_logprobs.append(logprobs)
         self._book_tokens(row)
 
+    def take_ahead(self, step: ScheduledStep) -> None:
+        """Gives the requests that go on after `step` the block that its token needs, unless too few are left.
+
+        Before the step is committed. Whoever goes on would take the block first thing in the next step, and whoever
+        does end by this token gives it back.
+        """
+        with self._updating():
+            missing = [
+                row.request
+                for row in step.rows
+                if row.needs_sample
+                and len(row.request.block_ids) * self.block_size < row.request.num_tokens + 1
+                and row.request.num_tokens + 1 < row.request.max_total_tokens
+            ]
+            if self.allocator.can_allocate(len(missing)):
+                for request in missing:
+                    request.block_ids += self.allocator.allocate(1)
+
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """Drops requests wherever they are and gives up their blocks; ids that are not here are ignored."""
         wanted = set(request_ids)

@@ -53,7 +53,7 @@ def test_parts_add_up_to_the_same(llm: LLM) -> None:
 def test_tokens_before_a_failure_are_given_out_first(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     step, num_steps = llm.engine.step, 0
 
-    def failing() -> object:
+    def failing(meanwhile: object) -> object:
         nonlocal num_steps
         num_steps += 1
         if num_steps > 5:
