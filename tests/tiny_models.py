@@ -124,8 +124,9 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
                 tensor.copy_(0.5 * noise)
 
 
-def save_tiny_model(name: str, folder: Path, *, seed: int = 0) -> PreTrainedModel:
+def save_tiny_model(name: str, folder: Path, *, seed: int = 0, eos_token_id: int | None = None) -> PreTrainedModel:
     """Writes a tiny model as a folder of config.json and model.safetensors; returns it with eager attention."""
     model = tiny_model(name, "eager", seed=seed)
+    model.generation_config.eos_token_id = eos_token_id
     model.save_pretrained(folder)
     return model

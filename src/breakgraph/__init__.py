@@ -12,6 +12,7 @@ from breakgraph import errors
 
 if TYPE_CHECKING:
     from breakgraph.api import capture
+    from breakgraph.engine.guided_params import GuidedDecodingParams
     from breakgraph.engine.llm import LLM
     from breakgraph.engine.sampling import SamplingParams
     from breakgraph.graph import Live, PlanFamily, break_graph, constant, eager_on_graph, mark_eager
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "GuidedDecodingParams",
     "Live",
     "PlanFamily",
     "SamplingParams",
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 _SOURCES = {
+    "GuidedDecodingParams": "breakgraph.engine.guided_params",
     "LLM": "breakgraph.engine.llm",
     "Live": "breakgraph.graph",
     "PlanFamily": "breakgraph.graph",

@@ -20,10 +20,10 @@ ENGINE = """
 """
 BENCH = "--attention --backends --device --dtype --fusion --model --out --peers --rounds --seed"
 SAMPLING = """
-    --frequency-penalty --ignore-eos --logprobs --max-tokens --min-p --n --presence-penalty --repetition-penalty --stop
-    --stop-token-ids --temperature --top-k --top-p
+    --frequency-penalty --ignore-eos --logprobs --max-tokens --min-p --n --presence-penalty --prompt-logprobs
+    --repetition-penalty --stop --stop-token-ids --temperature --top-k --top-p
 """
-LOAD = "--api-key --max-tokens --num-requests --prompt-spread --prompt-words --rate --seed --shared --url"
+LOAD = "--api-key --max-tokens --mix --num-requests --out --prompt-spread --prompt-words --rate --seed --shared --url"
 SERVER = "--api-key --drain-timeout --host --max-waiting --port --request-timeout --served-model-name"
 OPTIONS = {
     "bench": "kind",

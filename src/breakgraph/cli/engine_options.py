@@ -58,7 +58,7 @@ def add_engine_options(parser: argparse.ArgumentParser, without: Sequence[str] =
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """One flag for each field of SamplingParams; the engine's --seed is also the sampling seed."""
+    """One flag for each simple field of SamplingParams; the engine's --seed is also the sampling seed."""
     from breakgraph.engine.sampling import SamplingParams
 
     group = parser.add_argument_group("sampling options")
@@ -67,7 +67,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
             group.add_argument("--stop", action="append", help=f"{field.metadata['help']}; may be given several times")
         elif field.name == "ignore_eos":
             group.add_argument("--ignore-eos", action="store_true", help=field.metadata["help"])
-        elif field.name != "seed":
+        elif field.name not in ("guided_decoding", "seed"):
             add_flag(group, field, field.default)
 
 
@@ -86,7 +86,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """Raises ConfigError for a value out of range."""
     from breakgraph.engine.sampling import SamplingParams
 
-    return SamplingParams(**{field.name: getattr(args, field.name) for field in dataclasses.fields(SamplingParams)})
+    names = [field.name for field in dataclasses.fields(SamplingParams) if hasattr(args, field.name)]
+    return SamplingParams(**{name: getattr(args, name) for name in names})
 
 
 def add_flag(group: Any, field: dataclasses.Field[Any], default: Any, about: str = "") -> None:

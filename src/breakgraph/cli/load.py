@@ -7,11 +7,14 @@ import dataclasses
 import json
 import os
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from breakgraph.cli import engine_options as options
 from breakgraph.cli.serve import KEY_VARIABLE
 from breakgraph.errors import ConfigError
+
+if TYPE_CHECKING:
+    from breakgraph.bench.result import Result
 
 EXIT_FAILED = 1
 
@@ -30,6 +33,7 @@ def add_parser(subparsers: Any) -> None:
     for field in dataclasses.fields(Load):
         options.add_flag(parser, field, field.default)
     parser.add_argument("--api-key", help=f"what the server wants as bearer token (or set {KEY_VARIABLE})")
+    parser.add_argument("--out", metavar="FILE", help="also write a result file")
     parser.add_argument("--json", action="store_true", help="print one JSON object: the load and its summary")
 
 
@@ -44,8 +48,43 @@ def run(args: argparse.Namespace) -> int:
 
     load = Load(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Load)})
     found = asyncio.run(run_load(load, args.api_key or os.environ.get(KEY_VARIABLE) or None))
+    if args.out is not None:
+        from breakgraph.bench.result import write_result
+
+        write_result(args.out, as_result(load, found))
     print(json.dumps({"load": dataclasses.asdict(load), **found}) if args.json else render(found))
     return EXIT_FAILED if found["num_failed_by_reason"] else 0
+
+
+def as_result(load: Any, found: dict[str, Any]) -> Result:
+    """For a result file. The client is taken to run where the server does."""
+    from breakgraph.bench.result import Metric, Result, Row, Shape, here
+
+    def metric(value: float, unit: str) -> Metric:
+        return Metric(value=value, unit=unit)
+
+    asked = {name: value for name, value in dataclasses.asdict(load).items() if name not in ("url", "seed")}
+    counts = ("num_answered", "num_prompt_tokens", "num_generated_tokens")
+    metrics = {name.removeprefix("num_"): metric(found[name], "count") for name in counts}
+    metrics["failed"] = metric(sum(found["num_failed_by_reason"].values()), "count")
+    metrics["time"] = metric(found["took_sec"], "s")
+    metrics["answer_rate"] = metric(found["generated_tokens_per_sec"], "tokens/s")
+    for name in ("ttft", "tpot", "itl"):
+        if (values := found[f"{name}_ms"]) is not None:
+            metrics |= {f"{name}_{share}": metric(value, "ms") for share, value in values.items()}
+    for phase, use in found["graphs"].items():
+        if use["hit_rate"] is not None:
+            metrics[f"{phase}_graph_hit_rate"] = metric(100 * use["hit_rate"], "percent")
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in asked.items() if value is not None)
+    run, where, versions = here(f"breakgraph load {flags} --seed {load.seed}", found["device"])
+    return Result(
+        run=run,
+        where=where,
+        versions=versions,
+        shape=Shape(model=found["model"], dtype=found["dtype"]),
+        rows=(Row(name="load over HTTP", params=asked, metrics=metrics),),
+        notes=("times are those of clients on the server's machine; percentiles are by nearest rank",),
+    )
 
 
 def render(found: dict[str, Any]) -> str:

@@ -107,7 +107,7 @@ def _largest(peaks: Any) -> int | None:
 
 
 def measure_sampler(device: torch.device, max_num_seqs: int, vocab_size: int, dtype: torch.dtype) -> Peak:
-    """What sampling takes for `max_num_seqs` requests that use every filter, penalties and log probabilities.
+    """What sampling takes for `max_num_seqs` requests that use every filter, penalties, guides and log probabilities.
 
     Empty on the emulated device.
     """
@@ -117,12 +117,13 @@ def measure_sampler(device: torch.device, max_num_seqs: int, vocab_size: int, dt
     logits_RV = torch.zeros(max_num_seqs, vocab_size, dtype=dtype, device=device)
     rows = list(range(max_num_seqs))
     filters = {"top_p": 0.5, "top_k": max(1, vocab_size // 2), "min_p": 0.1}
+    masks = dict.fromkeys(rows, torch.full((-(-vocab_size // 32),), -1, dtype=torch.int32))
     params = [SamplingParams(repetition_penalty=1.1, **filters)] * max_num_seqs  # type: ignore[arg-type]
     histories = [History([0], [0])] * max_num_seqs
     sampler = Sampler(device, seed=0)
 
     def sample() -> None:
-        drawn = sampler.sample(logits_RV[rows], params, [None] * max_num_seqs, histories)
+        drawn = sampler.sample(logits_RV[rows], params, [None] * max_num_seqs, histories, masks)
         token_logprobs(logits_RV[rows], drawn, [MAX_LOGPROBS] * max_num_seqs)
 
     sample()

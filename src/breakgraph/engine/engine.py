@@ -13,6 +13,7 @@ from breakgraph.attention import KVCacheBuffers
 from breakgraph.engine.config import EngineConfig
 from breakgraph.engine.detokenizer import Detokenizer
 from breakgraph.engine.device_memory import MemoryPlan
+from breakgraph.engine.guided import GrammarCompiler
 from breakgraph.engine.kv_cache import num_blocks_for
 from breakgraph.engine.memory_report import MemoryReport, memory_report
 from breakgraph.engine.request import Request
@@ -20,7 +21,7 @@ from breakgraph.engine.sampler import History, Sampler, TokenLogprobs, token_log
 from breakgraph.engine.sampling import SamplingParams
 from breakgraph.engine.scheduler import ScheduledStep, Scheduler
 from breakgraph.engine.stats import engine_stats
-from breakgraph.engine.step_batch import build_batch
+from breakgraph.engine.step_batch import PreparedDecode, build_batch
 from breakgraph.errors import (
     ClosedError,
     ConfigError,
@@ -87,12 +88,14 @@ class Engine:
         self.runners = runners
         self.scheduler = scheduler
         self.sampler = sampler
+        self.grammars = GrammarCompiler(tokenizer, facts.vocab_size, facts.eos_token_ids)
         self.memory = memory
         self.verified: VerifySummary | None = None
         self.live_check: LiveCheck | None = None
         if config.verify_fraction:
             self.live_check = LiveCheck(config.verify_fraction, config.seed, kv, model_tensors)
         self._request_ids = map(str, itertools.count())
+        self._prepared: PreparedDecode | None = None
         self._closed = False
 
     @property
@@ -155,7 +158,7 @@ class Engine:
             with_text: whether the request makes text of its tokens; without, it has token ids only.
 
         Raises EmptyPromptError, PromptTooLongError, RequestTooLargeError, PromptError (a token id that the model does
-        not have), or ConfigError (stop strings without a tokenizer).
+        not have), or ConfigError (stop strings without a tokenizer, a form that cannot be guided to).
         """
         self._check_open()
         self._check_prompt(prompt_token_ids)
@@ -174,6 +177,7 @@ class Engine:
             index=index,
             detokenizer=None if tokenizer is None else Detokenizer(tokenizer, prompt_token_ids),
             generator=None if params.seed is None else self.sampler.make_generator(_wrap_int64(params.seed + index)),
+            guide=None if params.guided_decoding is None else self.grammars.compile(params.guided_decoding).guide(),
         )
         self.scheduler.check_fits(request)
         return request
@@ -183,19 +187,28 @@ class Engine:
         self._check_open()
         self.scheduler.add(request)
 
-    def step(self) -> list[Request]:
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[Request]:
         """Runs one step and returns the requests that it finished.
 
         Whatever is raised on the way, no token and no KV of this step is booked: the same step can be tried again, or
         its requests aborted.
+
+        Args:
+            meanwhile: called when the device has the step and before its tokens are waited for; not when there is none.
         """
         self._check_open()
         step = self.scheduler.schedule()
         if step is None:
             return []
         runner = self.runners["decode" if step.is_decode else "prefill"]
-        batch = build_batch(step, self.config.block_size)
+        prepared, self._prepared = self._prepared, None
+        batch = None if prepared is None else prepared.batch(step)
+        if batch is None:
+            batch = build_batch(step, self.config.block_size)
         logits = runner.run(batch) if self.live_check is None else self.live_check.run(runner, batch)
+        meanwhile()
+        self.scheduler.take_ahead(step)
+        self._prepared = PreparedDecode.after(step, self.config.block_size)
         token_ids = self._sample(step, logits)
         return self.scheduler.commit(step, token_ids, self._logprobs(step, logits, token_ids))
 
@@ -269,7 +282,9 @@ class Engine:
         histories: list[History] = []
         if any(p.has_penalties for p in params):
             histories = [History(r.prompt_token_ids, r.output_token_ids) for r in requests]
-        drawn = self.sampler.sample(logits_RV, params, generators, histories)
+        # Found while the device still runs the step.
+        masks = {i: r.guide.allowed() for i, r in enumerate(requests) if r.guide is not None}
+        drawn = self.sampler.sample(logits_RV, params, generators, histories, masks)
         for i, token_id in zip(wanted, drawn, strict=True):
             token_ids[i] = token_id
         return token_ids
@@ -277,17 +292,18 @@ class Engine:
     def _logprobs(
         self, step: ScheduledStep, logits_RV: Any, token_ids: Sequence[int | None]
     ) -> dict[int, TokenLogprobs]:
-        """By row, for those that got a token and ask for them."""
-        num_top = {
-            i: row.request.params.logprobs
-            for i, row in enumerate(step.rows)
-            if row.request.params.logprobs is not None and row.needs_sample
-        }
-        if not num_top:
-            return {}
-        rows = list(num_top)
-        chosen = [token_id for i in rows if (token_id := token_ids[i]) is not None]
-        return dict(zip(rows, token_logprobs(logits_RV[rows], chosen, list(num_top.values())), strict=True))
+        """By row, for those that ask for them: of the token that was drawn, or of the next one of the prompt."""
+        rows, chosen, num_top = [], [], []
+        for i, (row, token_id) in enumerate(zip(step.rows, token_ids, strict=True)):
+            request, count = row.request, row.request.params.logprobs
+            if request.wants_prompt_logprobs and row.num_new_tokens == request.max_next_tokens:
+                count = request.params.prompt_logprobs
+                token_id = request.prompt_token_ids[len(request.prompt_logprobs) + 1]
+            if token_id is not None and count is not None:
+                rows.append(i)
+                chosen.append(token_id)
+                num_top.append(count)
+        return dict(zip(rows, token_logprobs(logits_RV[rows], chosen, num_top), strict=True)) if rows else {}
 
     def _check_open(self) -> None:
         if self._closed:

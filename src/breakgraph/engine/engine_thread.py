@@ -40,11 +40,15 @@ class TokenEvent:
 
 
 Publish = Callable[[list[TokenEvent]], None]
-"""Called in the engine's thread after a step; it must neither block nor raise."""
+"""Called in the engine's thread; it must neither block nor raise."""
 
 
 class EngineThread:
     """Steps an engine while there are requests, and sleeps when there are none.
+
+    Where the device works beside the host, the tokens of a step go out when the device has the next step: publishing
+    them, and all that their readers do with them, takes none of its time. The emulated device is the host, so there
+    they go out at once.
 
     From `start` to `close` the engine belongs to the thread; only `Engine.make_request` may be called from elsewhere.
     Owns: the thread, not the engine. Thread-safe.
@@ -65,6 +69,9 @@ class EngineThread:
         self._live: dict[str, Request] = {}
         self._is_closing = False
         self._num_sent: dict[str, int] = {}
+        self._unsent: list[Request] = []
+        """Requests with news of the last step, while the next one is given to the device."""
+        self._has_own_device = torch.device(engine.config.device).type != "cpu"
         self.num_failed_steps_in_a_row = 0
         self._thread = threading.Thread(target=self._run, name="breakgraph-engine", daemon=True)
 
@@ -139,6 +146,8 @@ class EngineThread:
                     command(self.engine)
                 if self.engine.has_requests:
                     self._step()
+                else:
+                    self._send()
         except BaseException:
             logger.exception("the engine's thread stops")
             raise
@@ -150,6 +159,8 @@ class EngineThread:
             # A request added last is known to the engine only after its command.
             for command in commands:
                 command(self.engine)
+            self._send()
+            left = [request for request in left if request.request_id in self._live]
             self._end(left, ClosedError("the engine was closed while the request was running"))
 
     def _next_commands(self) -> list[Callable[[Engine], None]]:
@@ -169,16 +180,25 @@ class EngineThread:
 
     def _step(self) -> None:
         try:
-            finished = self.engine.step()
+            finished = self.engine.step(self._send)
         except Exception as error:
             self.num_failed_steps_in_a_row += 1
             logger.exception("a step failed; the requests in it are dropped")
+            self._send()
             scheduler = self.engine.scheduler
             self._end(list(scheduler.running or scheduler.waiting), error)
             return
         self.num_failed_steps_in_a_row = 0
-        events = [event for request in (*self.engine.scheduler.running, *finished) for event in self._news(request)]
-        self._forget([request.request_id for request in finished])
+        self._unsent = [*self.engine.scheduler.running, *finished]
+        if not (self._has_own_device and self.engine.has_requests):
+            self._send()
+
+    def _send(self) -> None:
+        """Publishes what the last step brought, unless that was done or the request was aborted since."""
+        unsent, self._unsent = self._unsent, []
+        unsent = [request for request in unsent if request.request_id in self._num_sent]
+        events = [event for request in unsent for event in self._news(request)]
+        self._forget([request.request_id for request in unsent if request.is_finished])
         if events:
             self._publish(events)
 

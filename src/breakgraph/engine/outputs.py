@@ -17,9 +17,9 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: str | None
-    """"stop" (end of sequence, stop string or stop token), "length" (max_tokens or the context), "abort"."""
+    """"stop" (end of sequence, stop string or stop token), "length" (max_tokens or the context), "abort" (given up)."""
     stop_reason: int | str | None
-    """The stop string or stop token that ended it; None for the end of sequence."""
+    """The stop string or stop token that ended it, or why it was given up; None for the end of sequence."""
     logprobs: list[TokenLogprobs] | None = None
     """One for each of `token_ids`; None when they were not asked for."""
 
@@ -36,3 +36,5 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     """Prompt tokens whose KV was found in the prefix cache when the request started."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One for each prompt token, None for the first; None altogether when they were not asked for."""

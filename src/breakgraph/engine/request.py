@@ -13,8 +13,13 @@ from breakgraph.engine.sampling import SamplingParams
 if TYPE_CHECKING:
     import torch
 
+    from breakgraph.engine.guided import Guide
     from breakgraph.engine.prefix_cache import PrefixNode
     from breakgraph.engine.sampler import TokenLogprobs
+
+
+NO_TOKEN_FITS = "the vocabulary has no token with which the answer keeps to its form"
+"""Why a guided answer was given up."""
 
 
 class RequestStatus(Enum):
@@ -44,10 +49,14 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     detokenizer: Detokenizer | None = None
     generator: torch.Generator | None = None
+    guide: Guide | None = None
+    """Where a guided answer is in its grammar."""
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     output_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One an output token if the params ask for them, else none."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, if the params ask for them, else none."""
     num_computed_tokens: int = 0
     """Tokens whose KV is in the cache; 0 again when the request is preempted."""
     num_cached_tokens: int | None = None
@@ -73,6 +82,18 @@ class Request:
         return self.num_tokens - self.num_computed_tokens
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether some are still missing."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) + 1 < self.num_prompt_tokens
+
+    @property
+    def max_next_tokens(self) -> int:
+        """Pending tokens that a step may compute: it gives logits for the last one only."""
+        if not self.wants_prompt_logprobs:
+            return self.num_pending_tokens
+        return len(self.prompt_logprobs) + 1 - self.num_computed_tokens
+
+    @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
@@ -92,7 +113,11 @@ class Request:
         self.output_token_ids.append(token_id)
         if logprobs is not None:
             self.output_logprobs.append(logprobs)
-        if not self.params.ignore_eos and token_id in self.eos_token_ids:
+        if self.guide is not None:
+            self.guide.accept(token_id)
+        if self.guide is not None and self.guide.is_stuck:
+            self.finish_reason, self.stop_reason = "abort", NO_TOKEN_FITS
+        elif not self.params.ignore_eos and token_id in self.eos_token_ids:
             self.finish_reason = "stop"
         elif token_id in (self.params.stop_token_ids or ()):
             self.finish_reason, self.stop_reason = "stop", token_id
@@ -141,4 +166,5 @@ class Request:
             outputs=[completion],
             finished=True,
             num_cached_tokens=self.num_cached_tokens or 0,
+            prompt_logprobs=None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs],
         )

@@ -1,12 +1,13 @@
 """From logits to token ids. Knows nothing about requests, text or batches.
 
-Shapes: R rows (requests), V vocabulary, L tokens of the longest history, K alternatives.
+Shapes: R rows (requests), V vocabulary, W words of 32 tokens, L tokens of the longest history, K alternatives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -57,11 +58,13 @@ class Sampler:
         params: Sequence[SamplingParams],
         generators: Sequence[torch.Generator | None],
         histories: Sequence[History] = (),
+        masks: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> list[int]:
         """Token ids, one a row of `logits_RV` [R, V] (any float dtype; read as float32, not modified).
 
         Greedy rows are the exact argmax, after penalties. `histories` are one a row, and needed when a row has
-        penalties. Raises BreakgraphError when a row's largest logit is NaN or infinite.
+        penalties. `masks` are of rows that may not have every token: bits as int32 [W] on the CPU, one at least set;
+        they come before temperature and filters. Raises BreakgraphError when a row's largest logit is NaN or infinite.
         """
         logits_RV = logits_RV.float()
         penalized_rows = [i for i, p in enumerate(params) if p.has_penalties]
@@ -70,6 +73,10 @@ class Sampler:
                 logits_RV[penalized_rows], [params[i] for i in penalized_rows], [histories[i] for i in penalized_rows]
             )
             logits_RV = logits_RV.index_copy(0, torch.tensor(penalized_rows, device=logits_RV.device), penalized_RV)
+        if masks:
+            rows = torch.tensor(list(masks), device=logits_RV.device)
+            allowed_RV = unpacked(torch.stack(list(masks.values())).to(logits_RV.device), logits_RV.shape[-1])
+            logits_RV = logits_RV.index_copy(0, rows, logits_RV[rows].masked_fill(~allowed_RV, -torch.inf))
         best, token_ids = logits_RV.max(dim=-1)
         random_rows = [i for i, p in enumerate(params) if not p.is_greedy]
         if random_rows:
@@ -99,6 +106,12 @@ class Sampler:
                 noise_RV[i].exponential_(generator=generator)
         # argmax(p / Exp(1)) is a draw from p, and needs no host sync as multinomial does. Noise of 0 would make 0 / 0.
         return probs_RV.div_(noise_RV.clamp_min_(torch.finfo(torch.float32).tiny)).argmax(dim=-1)
+
+
+def unpacked(bits_RW: Tensor, vocab_size: int) -> Tensor:
+    """Bits of int32 words [R, W] as bool [R, V]; the lowest bit of a word is its first token."""
+    places = torch.arange(32, dtype=torch.int32, device=bits_RW.device)
+    return ((bits_RW[:, :, None] >> places) & 1).bool().flatten(1)[:, :vocab_size]
 
 
 def penalized(logits_RV: Tensor, params: Sequence[SamplingParams], histories: Sequence[History]) -> Tensor:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from breakgraph.engine.guided_params import GuidedDecodingParams
 from breakgraph.errors import ConfigError
 
 GREEDY_BELOW = 1e-5
@@ -41,11 +42,20 @@ class SamplingParams:
         default=None,
         metadata={"help": f"log probabilities of each token and of so many of the likeliest, {MAX_LOGPROBS} at most"},
     )
+    prompt_logprobs: int | None = field(
+        default=None,
+        metadata={
+            "help": "log probabilities of the prompt's tokens in the same way; it is then computed token by token"
+        },
+    )
     max_tokens: int = field(default=16, metadata={"help": "new tokens at most"})
     stop: str | Sequence[str] | None = field(default=None, metadata={"help": "strings that end the text, not included"})
     stop_token_ids: Sequence[int] | None = field(default=None, metadata={"help": "tokens that end the request"})
     ignore_eos: bool = field(default=False, metadata={"help": "go on after the model's end-of-sequence token"})
     seed: int | None = field(default=None, metadata={"help": "same tokens on every run, whatever else is in the batch"})
+    guided_decoding: GuidedDecodingParams | None = field(
+        default=None, metadata={"help": "the form that the answer must have, as far as max_tokens lets it go"}
+    )
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0.0, math.inf)
@@ -56,8 +66,9 @@ class SamplingParams:
         # Further out, float32 logits could overflow.
         _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _check_int("n", self.n, 1, "an integer >= 1")
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, f"an integer from 0 to {MAX_LOGPROBS}", high=MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _check_int(name, value, 0, f"an integer from 0 to {MAX_LOGPROBS}", high=MAX_LOGPROBS)
         _check_int("top_k", self.top_k, -1, "an integer >= 1, or 0 or -1 to keep all tokens")
         _check_int("max_tokens", self.max_tokens, 1, "an integer >= 1")
         if self.seed is not None:
@@ -66,6 +77,10 @@ class SamplingParams:
                 raise ConfigError(f"seed must fit 64 bits, got {self.seed}")
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        if not isinstance(self.guided_decoding, GuidedDecodingParams | None):
+            raise ConfigError(f"guided_decoding must be GuidedDecodingParams, got {self.guided_decoding!r}")
+        if self.guided_decoding is not None and self.ignore_eos:
+            raise ConfigError("ignore_eos goes on where a guided answer is complete; leave out one of them")
         object.__setattr__(self, "stop", _as_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _as_token_ids(self.stop_token_ids))
 

@@ -105,7 +105,7 @@ class Scheduler:
                 self._take_blocks(row)
             budget = self.max_num_batched_tokens - sum(row.num_new_tokens for row in rows)
             while budget > 0 and self._admit_next():
-                row = ScheduledRow(self.running[-1], min(self.running[-1].num_pending_tokens, budget))
+                row = ScheduledRow(self.running[-1], min(self.running[-1].max_next_tokens, budget))
                 self._take_blocks(row)
                 rows.append(row)
                 budget -= row.num_new_tokens
@@ -119,7 +119,8 @@ class Scheduler:
         token_ids: Sequence[int | None],
         logprobs: Mapping[int, TokenLogprobs] = MappingProxyType({}),
     ) -> list[Request]:
-        """Books a step that succeeded: one token id a row, None where `needs_sample` is False; `logprobs` by row.
+        """Books a step that succeeded: one token id a row, None where `needs_sample` is False; `logprobs` by row,
+        of that token or of the next one of the prompt.
 
         Returns the requests that are finished by it; their blocks are free again, or idle in the prefix cache. When a
         row raises, those before it are booked; what they finished is returned by the next commit.
@@ -140,7 +141,27 @@ class Scheduler:
             request.append_token(token_id, logprobs)
             if request.finish_reason is not None:
                 self._finished.append(request)
+        elif logprobs is not None:
+            request.prompt_logprobs.append(logprobs)
         self._book_tokens(row)
+
+    def take_ahead(self, step: ScheduledStep) -> None:
+        """Gives the requests that go on after `step` the block that its token needs, unless too few are left.
+
+        Before the step is committed. Whoever goes on would take the block first thing in the next step, and whoever
+        does end by this token gives it back.
+        """
+        with self._updating():
+            missing = [
+                row.request
+                for row in step.rows
+                if row.needs_sample
+                and len(row.request.block_ids) * self.block_size < row.request.num_tokens + 1
+                and row.request.num_tokens + 1 < row.request.max_total_tokens
+            ]
+            if self.allocator.can_allocate(len(missing)):
+                for request in missing:
+                    request.block_ids += self.allocator.allocate(1)
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """Drops requests wherever they are and gives up their blocks; ids that are not here are ignored."""
@@ -177,7 +198,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens - len(rows)
         for request in self.running:
             if request.num_pending_tokens > 1 and budget > 0:
-                row = ScheduledRow(request, min(request.num_pending_tokens, budget))
+                row = ScheduledRow(request, min(request.max_next_tokens, budget))
                 rows.append(row)
                 budget -= row.num_new_tokens
         return rows
@@ -202,7 +223,8 @@ class Scheduler:
     def _admit_next(self) -> bool:
         """Moves the head of the queue to the running requests, if blocks for all its tokens are left.
 
-        Those that run have theirs: there is room in a step for one more only when all their tokens are in it.
+        Those that run have theirs: there is room in a step for one more only when all their tokens are in it. Those
+        whose prompts go token by token take theirs as they go.
         """
         if not self.waiting or len(self.running) >= self.max_num_seqs:
             return False
@@ -226,10 +248,11 @@ class Scheduler:
         return True
 
     def _cached_blocks(self, request: Request) -> tuple[list[int], PrefixNode | None]:
-        """At least one token is left to compute: the logits of the last are needed."""
+        """At least one token is left to compute: the logits of the last are needed, or of one in the prompt."""
         if not self.enable_prefix_caching:
             return [], None
-        num_blocks = (request.num_tokens - 1) // self.block_size
+        end = len(request.prompt_logprobs) if request.wants_prompt_logprobs else request.num_tokens - 1
+        num_blocks = end // self.block_size
         token_blocks = (self._block_tokens(request, index) for index in range(num_blocks))
         return self.allocator.prefix_cache.match(request.adapter_id, token_blocks)
 

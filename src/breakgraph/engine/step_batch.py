@@ -1,9 +1,13 @@
-"""From scheduled rows to the host lists of a StepBatch."""
+"""From scheduled rows to the host lists of a StepBatch, before the step or while the one before it still runs."""
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from breakgraph.engine.request import Request
 from breakgraph.engine.scheduler import ScheduledStep
 from breakgraph.runners import StepBatch
 
@@ -32,3 +36,68 @@ def build_batch(step: ScheduledStep, block_size: int) -> StepBatch:
         block_tables=block_tables,
         logits_rows=(np.cumsum(q_lens) - 1).tolist(),
     )
+
+
+@dataclass(frozen=True)
+class _PreparedRow:
+    """What was taken for granted of one request; `block_ids` is its own list, which a preemption replaces."""
+
+    request: Request
+    position: int
+    block_ids: list[int]
+
+    @property
+    def holds(self) -> bool:
+        return self.request.num_computed_tokens == self.position and self.request.block_ids is self.block_ids
+
+
+class PreparedDecode:
+    """The decode step that follows a step if nothing happens but that requests end: all of it but the tokens.
+
+    Made while the device runs that step, of blocks that the requests have by then.
+    """
+
+    def __init__(
+        self, rows: list[_PreparedRow], slots: NDArray[np.int64], block_tables: list[NDArray[np.int64]]
+    ) -> None:
+        self._rows = rows
+        self._slots = slots
+        self._block_tables = block_tables
+
+    @classmethod
+    def after(cls, step: ScheduledStep, block_size: int) -> PreparedDecode:
+        """Of the requests that `step` gives a token, without those that this token ends for sure or that lack a block.
+
+        Nothing of the step is booked yet.
+        """
+        rows, blocks, block_tables = [], [], []
+        for row in step.rows:
+            request, position = row.request, row.request.num_computed_tokens + row.num_new_tokens
+            ends = request.num_tokens + 1 >= request.max_total_tokens
+            if not row.needs_sample or ends or position // block_size >= len(request.block_ids):
+                continue
+            rows.append(_PreparedRow(request, position, request.block_ids))
+            blocks.append(request.block_ids[position // block_size])
+            block_tables.append(np.asarray(request.block_ids[: position // block_size + 1], dtype=np.int64))
+        positions = np.asarray([row.position for row in rows], dtype=np.int64)
+        slots = np.asarray(blocks, dtype=np.int64) * block_size + positions % block_size
+        return cls(rows, slots, block_tables)
+
+    def batch(self, step: ScheduledStep) -> StepBatch | None:
+        """The batch of `step`; None when it is another one than was prepared."""
+        if not step.is_decode:
+            return None
+        place_of = {row.request.request_id: place for place, row in enumerate(self._rows)}
+        places = [place_of.get(row.request.request_id, -1) for row in step.rows]
+        if -1 in places or not all(self._rows[place].holds for place in places):
+            return None
+        positions = [self._rows[place].position for place in places]
+        return StepBatch(
+            input_ids=[row.request.token_ids(at, at + 1)[0] for row, at in zip(step.rows, positions, strict=True)],
+            positions=np.asarray(positions, dtype=np.int64),
+            slot_mapping=self._slots[places],
+            q_lens=[1] * len(places),
+            seq_lens=[at + 1 for at in positions],
+            block_tables=[self._block_tables[place] for place in places],
+            logits_rows=list(range(len(places))),
+        )

@@ -42,10 +42,7 @@ async def answer_whole(receive: Receive, generation: Generation, form: Form, env
     async def collect() -> list[Delta]:
         answers = [Delta(index, "", [], None) for index in range(generation.num_answers)]
         async for delta in generation:
-            answer = answers[delta.index]
-            answer.text += delta.text
-            answer.tokens += delta.tokens
-            answer.finish_reason = delta.finish_reason
+            answers[delta.index].append(delta)
         return answers
 
     async with generation:
@@ -83,7 +80,7 @@ class EventStream(Response):
             for choices in self._openings():
                 yield self._part(choices)
             async for delta in self._generation:
-                if delta.text or delta.tokens or delta.finish_reason is not None:
+                if delta.text or delta.tokens or delta.prompt_tokens or delta.finish_reason is not None:
                     yield self._part([self._form.part(delta)])
             if self._include_usage:
                 yield _event(self._envelope.part([], usage=self._generation.usage()))

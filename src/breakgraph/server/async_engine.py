@@ -7,19 +7,21 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from breakgraph.engine.answer_text import AnswerText
 from breakgraph.engine.engine import Engine
 from breakgraph.engine.engine_thread import EngineThread, TokenEvent
+from breakgraph.engine.guided import Grammar
+from breakgraph.engine.guided_params import GuidedDecodingParams
 from breakgraph.engine.prompts import TokenPrompt, apply_chat_template, encode
 from breakgraph.engine.request import Request
 from breakgraph.engine.sampler import TokenLogprobs
 from breakgraph.engine.sampling import SamplingParams
 from breakgraph.errors import ConfigError, PromptTooLongError
-from breakgraph.server.errors import ApiError
+from breakgraph.server.errors import ApiError, request_timeout
 from breakgraph.server.metrics import Metrics
 
 T = TypeVar("T")
@@ -29,7 +31,8 @@ _MAX_FAILED_STEPS = 3
 
 
 class AsyncEngine:
-    """Owns: the engine's thread and a thread for the tokenizer; not the engine. All methods belong to one event loop.
+    """Owns: the engine's thread, one for the tokenizer and one for grammars; not the engine. All methods belong to one
+    event loop.
 
     Raises ConfigError for an engine without a tokenizer.
     """
@@ -44,6 +47,8 @@ class AsyncEngine:
         self.metrics = metrics
         self._thread = EngineThread(engine, self._publish, max_waiting=max_waiting)
         self._tokenizing = ThreadPoolExecutor(1, "breakgraph-tokenizer")
+        # Of its own: a grammar can take seconds.
+        self._compiling = ThreadPoolExecutor(1, "breakgraph-grammar")
         self._max_chars_per_token = max(map(len, self.tokenizer.get_vocab()), default=1)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: dict[str, asyncio.Queue[TokenEvent]] = {}
@@ -67,9 +72,10 @@ class AsyncEngine:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends what still runs, and both threads. Waits for the step under way. A second call does nothing."""
+        """Ends what still runs, and all threads. Waits for the step under way. A second call does nothing."""
         self._thread.close()
         self._tokenizing.shutdown()
+        self._compiling.shutdown(cancel_futures=True)
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """`function` between two steps."""
@@ -101,6 +107,10 @@ class AsyncEngine:
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         return await self._in_tokenizer_thread(lambda: str(self.tokenizer.decode(list(token_ids))))
+
+    async def compile(self, params: GuidedDecodingParams) -> Grammar:
+        """A grammar; while somebody holds it, requests with it start at once. Raises ConfigError, see there."""
+        return await asyncio.get_running_loop().run_in_executor(self._compiling, self.engine.grammars.compile, params)
 
     async def _in_tokenizer_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
@@ -147,6 +157,15 @@ class Delta:
     tokens: list[TokenLogprobs]
     """Log probabilities of the tokens that this text is of, if they were asked for."""
     finish_reason: str | None
+    prompt_tokens: list[TokenLogprobs | None] = field(default_factory=list)
+    """Those of the prompt, if they were asked for, with what is new first; the first token has none."""
+
+    def append(self, later: Delta) -> None:
+        """Takes in what came after it."""
+        self.text += later.text
+        self.tokens += later.tokens
+        self.finish_reason = later.finish_reason
+        self.prompt_tokens += later.prompt_tokens
 
 
 class _Answer:
@@ -163,6 +182,8 @@ class _Answer:
         if event.error is not None:
             raise event.error
         assert event.token_id is not None, "an event has a token or an error"
+        if event.finish_reason == "abort":
+            raise ApiError(400, str(event.stop_reason), code="invalid_value")
         self.num_tokens += 1
         self.finish_reason = event.finish_reason
         text, tokens = "", []
@@ -174,7 +195,10 @@ class _Answer:
             self.finish_reason = "stop"
         elif event.is_last:
             text += self.text.finish()
-        return Delta(index, text, tokens, self.finish_reason)
+        prompt: list[TokenLogprobs | None] = []
+        if self.num_tokens == 1 and self.request.params.prompt_logprobs is not None:
+            prompt = [None, *self.request.prompt_logprobs]
+        return Delta(index, text, tokens, self.finish_reason, prompt)
 
 
 class Generation:
@@ -250,32 +274,55 @@ class Generation:
         return self.deltas()
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Until all answers have ended. Raises ApiError 408 after the timeout, and what made the engine drop one."""
-        num_left = sum(answer.finish_reason is None for answer in self._answers)
-        while num_left:
-            event = await self._next_event()
-            index = self._index_of[event.request.request_id]
-            answer = self._answers[index]
-            if answer.finish_reason is not None:
-                continue  # a step that ran beside the end of this answer
-            delta = answer.take(index, event)
-            self._timings[index].token()
-            if delta.finish_reason is not None:
-                num_left -= 1
-                self._timings[index].end(delta.finish_reason)
-                if event.is_last:
-                    self._engine.forget([answer.request])
-                else:
-                    self._engine.abort([answer.request])
-            yield delta
+        """Until all answers have ended. What came in while nobody looked is one delta an answer, so that a server that
+        cannot keep up sends fewer parts instead of older ones.
 
-    async def _next_event(self) -> TokenEvent:
+        Raises ApiError 408 after the timeout, and what made the engine drop an answer.
+        """
+        while any(answer.finish_reason is None for answer in self._answers):
+            merged: dict[int, Delta] = {}
+            failure: Exception | None = None
+            for event in await self._next_events():
+                try:
+                    delta = self._take(event)
+                except Exception as error:
+                    failure = error
+                    break
+                if delta is not None and delta.index in merged:
+                    merged[delta.index].append(delta)
+                elif delta is not None:
+                    merged[delta.index] = delta
+            for delta in merged.values():
+                yield delta
+            if failure is not None:
+                raise failure
+
+    def _take(self, event: TokenEvent) -> Delta | None:
+        """None for what a step made beside the end of an answer. Raises what ended the answer."""
+        index = self._index_of[event.request.request_id]
+        answer = self._answers[index]
+        if answer.finish_reason is not None:
+            return None
+        delta = answer.take(index, event)
+        self._timings[index].token()
+        if delta.finish_reason is not None:
+            self._timings[index].end(delta.finish_reason)
+            if event.is_last:
+                self._engine.forget([answer.request])
+            else:
+                self._engine.abort([answer.request])
+        return delta
+
+    async def _next_events(self) -> list[TokenEvent]:
+        """One at least, and all that are there."""
         try:
             async with asyncio.timeout(self._deadline - time.monotonic()):
-                return await self._events.get()
+                events = [await self._events.get()]
         except TimeoutError:
-            message = f"the request was given up after {self._timeout_sec:g} seconds"
-            raise ApiError(408, message, kind="timeout_error", code="request_timeout") from None
+            raise request_timeout(self._timeout_sec) from None
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
+        return events
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far; a prompt counts once, whatever n is."""

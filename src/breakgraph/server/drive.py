@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from breakgraph.errors import ConfigError
-from breakgraph.server.load import Load, Trace, arrival_times, graph_use, make_prompts, summary
+from breakgraph.server.load import Load, Trace, answer_lengths, arrival_times, graph_use, make_prompts, summary
 
 
 async def run_load(load: Load, api_key: str | None) -> dict[str, Any]:
@@ -30,21 +30,24 @@ async def run_load(load: Load, api_key: str | None) -> dict[str, Any]:
         model = models["data"][0]["id"]
         began = time.perf_counter()
 
-        async def one(prompt: str, at: float) -> Trace:
+        async def one(prompt: str, max_tokens: int, at: float) -> Trace:
             await asyncio.sleep(at - (time.perf_counter() - began))
             trace = Trace(time.perf_counter() - began)
-            body = {"model": model, "prompt": prompt, "max_tokens": load.max_tokens, "temperature": 0}
+            body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+            if load.mix is not None:
+                body["ignore_eos"] = True
             try:
                 await _stream(http, body, trace, began)
             except httpx.HTTPError as error:
                 trace.error = type(error).__name__
             return trace
 
-        requests = zip(make_prompts(load), arrival_times(load), strict=True)
-        traces = await asyncio.gather(*(one(prompt, at) for prompt, at in requests))
+        requests = zip(make_prompts(load), answer_lengths(load), arrival_times(load), strict=True)
+        traces = await asyncio.gather(*(one(*request) for request in requests))
         took_sec = time.perf_counter() - began
         after = (await http.get("/v1/graphs")).raise_for_status().json()
-    return {"model": model, **summary(traces, took_sec), "graphs": graph_use(before, after)}
+    setting = {"model": model, "device": after["device"], "dtype": after["dtype"]}
+    return {**setting, **summary(traces, took_sec), "graphs": graph_use(before, after)}
 
 
 async def _stream(http: httpx.AsyncClient, body: dict[str, Any], trace: Trace, began: float) -> None:

@@ -49,6 +49,12 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, self.headers)
 
 
+def request_timeout(timeout_sec: float) -> ApiError:
+    """408"""
+    message = f"the request was given up after {timeout_sec:g} seconds"
+    return ApiError(408, message, kind="timeout_error", code="request_timeout")
+
+
 def _printable(text: str) -> str:
     """What clients sent may be long, or no text at all."""
     shown = text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."

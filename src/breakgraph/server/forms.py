@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from breakgraph.engine.sampler import TokenLogprobs
@@ -31,13 +32,24 @@ class Form(Protocol):
         """A complete answer."""
 
 
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that its answer begins with."""
+
+    text: str
+    token_ids: Sequence[int]
+
+
 class CompletionForm:
-    """`echoed` are the texts that answers begin with, one an answer; empty without echo."""
+    """`echoed` are the prompts that answers begin with, one an answer; empty without echo.
+
+    With log probabilities, those of the prompt come in the same part as its text.
+    """
 
     id_prefix = "cmpl-"
     whole_object = part_object = "text_completion"
 
-    def __init__(self, tokenizer: Any, echoed: Sequence[str], *, has_logprobs: bool) -> None:
+    def __init__(self, tokenizer: Any, echoed: Sequence[Echo], *, has_logprobs: bool) -> None:
         self._tokenizer = tokenizer
         self._echoed = echoed
         self._has_logprobs = has_logprobs
@@ -45,14 +57,15 @@ class CompletionForm:
         self._without_text = frozenset(tokenizer.all_special_ids)
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        echoed = self._echoed[index] if self._echoed else ""
+        echoed = self._echoed[index].text if self._echoed and not self._has_logprobs else ""
         return self._choice(index, echoed, None, None) if echoed else None
 
     def part(self, delta: Delta) -> dict[str, Any]:
-        return self._choice(delta.index, delta.text, self._logprobs(delta), delta.finish_reason)
+        echoed = self._echoed[delta.index].text if delta.prompt_tokens else ""
+        return self._choice(delta.index, echoed + delta.text, self._logprobs(delta), delta.finish_reason)
 
     def whole(self, answer: Delta) -> dict[str, Any]:
-        echoed = self._echoed[answer.index] if self._echoed else ""
+        echoed = self._echoed[answer.index].text if self._echoed else ""
         return self._choice(answer.index, echoed + answer.text, self._logprobs(answer), answer.finish_reason)
 
     @staticmethod
@@ -65,16 +78,31 @@ class CompletionForm:
         if not self._has_logprobs:
             return None
         out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        if delta.prompt_tokens:
+            self._offsets[delta.index] = self._add_prompt(out, self._echoed[delta.index], delta.prompt_tokens)
         offset = self._offsets.get(delta.index, 0)
         for token in delta.tokens:
-            text = token_text(self._tokenizer, token.token_id)
-            out["tokens"].append(text)
-            out["token_logprobs"].append(_finite(token.logprob))
-            out["top_logprobs"].append(self._top(token))
-            out["text_offset"].append(offset)
+            text = self._add(out, token.token_id, token, offset)
             offset += 0 if token.token_id in self._without_text else len(text)
         self._offsets[delta.index] = offset
         return out
+
+    def _add_prompt(self, out: CompletionLogprobs, echo: Echo, tokens: Sequence[TokenLogprobs | None]) -> int:
+        """Returns where the prompt's text ends. Special tokens count where the text has them."""
+        offset = 0
+        for token_id, token in zip(echo.token_ids, tokens, strict=True):
+            text = self._add(out, token_id, token, offset)
+            if token_id not in self._without_text or echo.text.startswith(text, offset):
+                offset += len(text)
+        return len(echo.text)
+
+    def _add(self, out: CompletionLogprobs, token_id: int, token: TokenLogprobs | None, offset: int) -> str:
+        text = token_text(self._tokenizer, token_id)
+        out["tokens"].append(text)
+        out["token_logprobs"].append(None if token is None else _finite(token.logprob))
+        out["top_logprobs"].append(None if token is None else self._top(token))
+        out["text_offset"].append(offset)
+        return text
 
     def _top(self, token: TokenLogprobs) -> dict[str, float]:
         """By text. Of tokens with the same text the likeliest counts."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from breakgraph.errors import ConfigError
+from breakgraph.errors import ConfigError, UnknownNameError
 
 # fmt: off
 _WORDS = (
@@ -20,6 +20,20 @@ _WORDS = (
     "money", "story", "month", "study", "book", "word", "issue", "side",
 )
 # fmt: on
+
+
+@dataclass(frozen=True)
+class LengthMix:
+    """Mean lengths of prompts and answers, in tokens."""
+
+    prompt: float
+    answer: float
+
+
+MIXES = {"alpaca": LengthMix(19.31, 58.45), "sharegpt": LengthMix(161.31, 337.99)}
+"""Means of two data sets as Kwon et al. 2023 ("Efficient Memory Management for Large Language Model Serving with
+PagedAttention", figure 11) give them for the tokenizer of OPT. Their spread is not from there: that is `prompt_spread`."""
+
 _SHARED_PREFIXES = 4
 _SHARED_WORDS = 200
 
@@ -32,6 +46,13 @@ class Load:
     num_requests: int = field(default=100, metadata={"help": "requests in all"})
     rate: float = field(
         default=4.0, metadata={"help": "requests a second on average, with Poisson arrivals; 0 sends all at once"}
+    )
+    mix: str | None = field(
+        default=None,
+        metadata={
+            "help": "lengths as in a data set, alpaca or sharegpt, of prompts and of answers, which then have no end of "
+            "their own; instead of --prompt-words"
+        },
     )
     prompt_words: int = field(default=60, metadata={"help": "median length of the prompts, in words"})
     prompt_spread: float = field(
@@ -51,6 +72,8 @@ class Load:
             value = getattr(self, name)
             if not (0 <= value <= high and math.isfinite(value)):
                 raise ConfigError(f"{name} must be a number in [0, {high:g}], got {value}")
+        if self.mix is not None and self.mix not in MIXES:
+            raise UnknownNameError("mix", self.mix, MIXES)
 
 
 @dataclass
@@ -80,13 +103,30 @@ class Trace:
         return [later - earlier for earlier, later in pairwise(self.token_times)]
 
 
+def log_mean(mean: float, spread: float) -> float:
+    """Of the logarithms of a log-normal distribution with this mean."""
+    return math.log(mean) - spread**2 / 2
+
+
+def answer_lengths(load: Load) -> list[int]:
+    """Tokens of each answer: log-normal with the mean of the mix, cut at `max_tokens`; without a mix `max_tokens`."""
+    if load.mix is None:
+        return [load.max_tokens] * load.num_requests
+    rng, mu = random.Random(f"answers {load.seed}"), log_mean(MIXES[load.mix].answer, load.prompt_spread)
+    drawn = (round(rng.lognormvariate(mu, load.prompt_spread)) for _ in range(load.num_requests))
+    return [min(max(1, length), load.max_tokens) for length in drawn]
+
+
 def make_prompts(load: Load) -> list[str]:
     """Log-normal lengths, as those of prompts that people write; the same for the same seed."""
+    median = math.log(load.prompt_words)
+    if load.mix is not None:
+        median = log_mean(MIXES[load.mix].prompt, load.prompt_spread)  # the words are one token each
     rng = random.Random(f"prompts {load.seed}")
     prefixes = [" ".join(rng.choices(_WORDS, k=_SHARED_WORDS)) for _ in range(_SHARED_PREFIXES)]
     prompts = []
     for _ in range(load.num_requests):
-        num_words = max(1, round(rng.lognormvariate(math.log(load.prompt_words), load.prompt_spread)))
+        num_words = max(1, round(rng.lognormvariate(median, load.prompt_spread)))
         words = " ".join(rng.choices(_WORDS, k=num_words))
         prompts.append(f"{rng.choice(prefixes)} {words}" if rng.random() < load.shared else words)
     return prompts

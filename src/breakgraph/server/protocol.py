@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from breakgraph.engine.guided_params import MAX_GRAMMAR_CHARS, GuidedDecodingParams
 from breakgraph.engine.sampling import MAX_LOGPROBS, SamplingParams
 
 _INT64 = 2**63
@@ -38,7 +39,6 @@ _UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "best_of": ((None, 1), "best_of is not supported: ask for n answers and choose yourself"),
     "suffix": ((None, ""), "suffix is not supported: text is only generated at the end"),
     "logit_bias": ((None, {}), "logit_bias is not supported"),
-    "response_format": ((None, {"type": "text"}), "response_format is not supported, except for text"),
     "tools": ((None, []), "tools are not supported"),
     "tool_choice": ((None, "none", "auto"), "tools are not supported"),
     "functions": ((None, []), "functions are not supported"),
@@ -54,6 +54,31 @@ class _Body(BaseModel):
 
 class StreamOptions(_Body):
     include_usage: bool = False
+
+
+class TextFormat(_Body):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(_Body):
+    type: Literal["json_object"]
+
+
+class JsonSchema(_Body):
+    """`strict` may be said and changes nothing: the schema is always kept."""
+
+    name: Annotated[Text, Field(min_length=1, max_length=64)]
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: Text | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(_Body):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 class GenerationRequest(_Body):
@@ -73,6 +98,8 @@ class GenerationRequest(_Body):
     stop: StopString | Annotated[list[StopString], Field(max_length=16, fail_fast=True)] | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    guided_regex: Annotated[Text, Field(max_length=MAX_GRAMMAR_CHARS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -95,6 +122,34 @@ class GenerationRequest(_Body):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_form(self) -> GenerationRequest:
+        asked = {"response_format": self.has_json_form, "guided_regex": self.guided_regex is not None}
+        if all(asked.values()):
+            message = "response_format and guided_regex cannot both be kept; leave out one of them"
+            raise PydanticCustomError("unsupported", "{message}", {"message": message, "param": "guided_regex"})
+        if any(asked.values()) and self.ignore_eos:
+            message = "ignore_eos goes on where an answer of a given form is complete; leave it out"
+            raise PydanticCustomError("unsupported", "{message}", {"message": message, "param": "ignore_eos"})
+        return self
+
+    @property
+    def has_json_form(self) -> bool:
+        return isinstance(self.response_format, JsonObjectFormat | JsonSchemaFormat)
+
+    @property
+    def form_param(self) -> str:
+        """The parameter that asks for a form of the answer."""
+        return "response_format" if self.has_json_form else "guided_regex"
+
+    def guided_decoding(self) -> GuidedDecodingParams | None:
+        """The form of the answers. Raises ConfigError for a schema that cannot be kept."""
+        if isinstance(self.response_format, JsonSchemaFormat):
+            return GuidedDecodingParams(json=self.response_format.json_schema.schema_)
+        if isinstance(self.response_format, JsonObjectFormat):
+            return GuidedDecodingParams(json_object=True)
+        return None if self.guided_regex is None else GuidedDecodingParams(regex=self.guided_regex)
+
     @property
     def num_answers(self) -> int:
         """To each prompt."""
@@ -111,10 +166,20 @@ class GenerationRequest(_Body):
         """At the end of a stream."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def prompt_logprobs(self) -> int | None:
+        return None
+
     def sampling_params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Without stop strings and n, which are the business of whoever makes the text."""
         given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+        return SamplingParams(
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            guided_decoding=self.guided_decoding(),
+            **given,
+        )
 
 
 class CompletionRequest(GenerationRequest):
@@ -129,12 +194,10 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=5)
 
-    @model_validator(mode="after")
-    def _check_echo(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            message = "echo with logprobs is not supported: there are log probabilities of new tokens only"
-            raise PydanticCustomError("unsupported", "{message}", {"message": message, "param": "echo"})
-        return self
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """Log probabilities are of all tokens that are shown."""
+        return self.logprobs if self.echo else None
 
 
 class TextPart(_Body):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from breakgraph.engine.guided import Grammar
 from breakgraph.engine.prompts import TokenPrompt
+from breakgraph.errors import ConfigError
 from breakgraph.server.answering import Envelope, EventStream, answer_whole
 from breakgraph.server.async_engine import AsyncEngine, Generation
 from breakgraph.server.config import ServerConfig
-from breakgraph.server.errors import ApiError
-from breakgraph.server.forms import ChatForm, CompletionForm, Form
+from breakgraph.server.errors import ApiError, request_timeout
+from breakgraph.server.forms import ChatForm, CompletionForm, Echo, Form
 from breakgraph.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
 _DEFAULT_MAX_TOKENS = 16
@@ -36,11 +39,14 @@ class Service:
         given = _prompts(body)
         self._check_count(len(given), body.num_answers)
         prompts = [await self._tokenize(prompt) for prompt in given]
-        params = body.sampling_params(self._max_tokens(prompts, body.max_tokens, _DEFAULT_MAX_TOKENS), body.logprobs)
-        echoed: list[str] = []
+        max_tokens = self._max_tokens(prompts, body.max_tokens, _DEFAULT_MAX_TOKENS)
+        grammar = await self._compile(body)
+        params = body.sampling_params(max_tokens, body.logprobs)
+        echoed: list[Echo] = []
         if body.echo:
             texts = [p.text if p.text is not None else await self.engine.decode(p.token_ids) for p in prompts]
-            echoed = [text for text in texts for _ in range(body.num_answers)]
+            echoes = [Echo(text, prompt.token_ids) for text, prompt in zip(texts, prompts, strict=True)]
+            echoed = [echo for echo in echoes for _ in range(body.num_answers)]
         form = CompletionForm(self.engine.tokenizer, echoed, has_logprobs=body.logprobs is not None)
         generation = Generation(
             self.engine,
@@ -50,6 +56,7 @@ class Service:
             stop_strings=body.stop_strings,
             timeout_sec=self.config.request_timeout,
         )
+        del grammar  # the requests hold it now
         return await self._respond(generation, form, body, request)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
@@ -59,7 +66,9 @@ class Service:
         prompt = await self.engine.encode_chat([message.for_template() for message in body.messages])
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params = body.sampling_params(self._max_tokens([prompt], max_tokens, self.max_model_len), logprobs)
+        max_tokens = self._max_tokens([prompt], max_tokens, self.max_model_len)
+        grammar = await self._compile(body)
+        params = body.sampling_params(max_tokens, logprobs)
         form = ChatForm(self.engine.tokenizer, has_logprobs=logprobs is not None)
         generation = Generation(
             self.engine,
@@ -69,6 +78,7 @@ class Service:
             stop_strings=body.stop_strings,
             timeout_sec=self.config.request_timeout,
         )
+        del grammar  # the requests hold it now
         return await self._respond(generation, form, body, request)
 
     def check_model(self, name: str) -> None:
@@ -85,6 +95,19 @@ class Service:
 
     async def _tokenize(self, prompt: str | list[int]) -> TokenPrompt:
         return await self.engine.encode(prompt) if isinstance(prompt, str) else TokenPrompt(prompt)
+
+    async def _compile(self, body: GenerationRequest) -> Grammar | None:
+        """The form that the body asks for, to be held until the requests are made. Raises ApiError."""
+        try:
+            params = body.guided_decoding()
+            if params is None:
+                return None
+            async with asyncio.timeout(self.config.request_timeout):
+                return await self.engine.compile(params)
+        except ConfigError as error:
+            raise ApiError(400, str(error), param=body.form_param, code="invalid_value") from error
+        except TimeoutError:
+            raise request_timeout(self.config.request_timeout) from None
 
     def _check_count(self, num_prompts: int, num_answers: int) -> None:
         if num_prompts * num_answers > self.engine.capacity:

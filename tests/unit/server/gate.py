@@ -19,9 +19,9 @@ class Gate:
         self._allowed = threading.Semaphore(0)
         step = engine.step
 
-        def gated() -> list[Request]:
+        def gated(meanwhile: Callable[[], None] = lambda: None) -> list[Request]:
             self._allowed.acquire()
-            return step()
+            return step(meanwhile)
 
         monkeypatch.setattr(engine, "step", gated)
 

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from breakgraph.bench.result import read_result
 from breakgraph.cli.main import main
 from breakgraph.errors import ConfigError
-from breakgraph.server.load import Load, Trace, arrival_times, graph_use, make_prompts, percentiles, summary
+from breakgraph.server.load import (
+    Load,
+    Trace,
+    answer_lengths,
+    arrival_times,
+    graph_use,
+    make_prompts,
+    percentiles,
+    summary,
+)
 from unit.server.conftest import RunningServer
 
 SMALL = ["--num-requests", "12", "--rate", "0", "--prompt-words", "3", "--shared", "0", "--prompt-spread", "0.3"]
@@ -38,6 +50,19 @@ def test_prompts_have_the_median_asked_for_and_share_their_beginnings() -> None:
     own = sorted(length if length <= 200 else length - 200 for length in lengths)
     assert own[500] == pytest.approx(40, rel=0.1)
     assert {len(prompt.split()) for prompt in make_prompts(Load(prompt_spread=0, shared=0))} == {60}
+
+
+def test_a_mix_has_the_means_of_its_data_set() -> None:
+    load = Load(num_requests=20_000, mix="sharegpt", shared=0, max_tokens=100_000)
+    words = [len(prompt.split()) for prompt in make_prompts(load)]
+    assert sum(words) / 20_000 == pytest.approx(161.31, rel=0.03)
+    answers = answer_lengths(load)
+    assert sum(answers) / 20_000 == pytest.approx(337.99, rel=0.03)
+    assert sorted(answers)[10_000] == pytest.approx(337.99 * math.exp(-0.5), rel=0.03)
+    assert max(answer_lengths(Load(mix="sharegpt", max_tokens=50))) == 50
+    assert answer_lengths(Load(num_requests=3, max_tokens=7)) == [7, 7, 7]
+    with pytest.raises(ConfigError, match="unknown mix 'wikipedia'; known: alpaca, sharegpt"):
+        Load(mix="wikipedia")
 
 
 def test_a_summary_of_known_times() -> None:
@@ -88,6 +113,22 @@ def test_it_drives_a_server_and_says_what_it_saw(server: RunningServer, capsys: 
     for line in ("tiny: 12 requests answered", "time to first token, ms", "decode: 100.0 % of steps ran as graphs"):
         assert line in printed
     server.assert_idle()
+
+
+def test_a_result_file_has_what_was_sent_and_seen(server: RunningServer, tmp_path: Path) -> None:
+    out = tmp_path / "load.json"
+    argv = ["--num-requests", "6", "--rate", "0", "--mix", "alpaca", "--shared", "0", "--prompt-spread", "0.1"]
+    # The tiny tokenizer has a token a letter, and room for 128 of them.
+    assert main(["load", "--url", server.url, *argv, "--max-tokens", "9", "--out", str(out)]) in (0, 1)
+    result = read_result(out)
+    (row,) = result.rows
+    assert (result.shape.model, result.where.emulated) == ("tiny", True)
+    assert row.params["mix"] == "alpaca"
+    answered, failed = row.metrics["answered"].value, row.metrics["failed"].value
+    assert answered + failed == 6
+    assert row.metrics["generated_tokens"].value == 9 * answered > 0
+    assert row.metrics["ttft_p50"].value <= row.metrics["ttft_p99"].value
+    assert row.metrics["decode_graph_hit_rate"].value == 100
 
 
 def test_requests_that_fail_are_counted_and_end_with_1(

@@ -156,6 +156,28 @@ def test_logprobs_of_completions(client: openai.OpenAI, other: LLM) -> None:
     assert [offset for part in parts for offset in part.text_offset] == choice.logprobs.text_offset
 
 
+def test_echo_with_logprobs_has_those_of_the_prompt(client: openai.OpenAI, other: LLM) -> None:
+    (wanted,) = other.generate(
+        [PROMPT], SamplingParams(temperature=0, max_tokens=12, logprobs=2, prompt_logprobs=2), use_tqdm=False
+    )
+    assert wanted.prompt_logprobs is not None
+    completion = wanted.outputs[0]
+    assert completion.logprobs is not None
+    values = [token and token.logprob for token in (*wanted.prompt_logprobs, *completion.logprobs)]
+    for choice in complete(client, echo=True, logprobs=2, n=2).choices:
+        logprobs = choice.logprobs
+        assert choice.text == PROMPT + completion.text
+        assert "".join(logprobs.tokens).replace(EOS, "") == choice.text
+        assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
+        assert logprobs.token_logprobs[1:] == pytest.approx(values[1:])
+        places = zip(logprobs.tokens, logprobs.text_offset, strict=True)
+        assert all(choice.text[at : at + 1] == token for token, at in places if token != EOS)
+        chunks = [chunk.choices[0] for chunk in complete(client, echo=True, logprobs=2, stream=True)]
+        assert "".join(chunk.text for chunk in chunks) == choice.text
+        assert [token for chunk in chunks for token in chunk.logprobs.tokens] == logprobs.tokens
+        assert [offset for chunk in chunks for offset in chunk.logprobs.text_offset] == logprobs.text_offset
+
+
 def test_logprobs_of_chat(client: openai.OpenAI, other: LLM) -> None:
     (wanted,) = expected(other, CHAT_TEXT, logprobs=2)
     assert wanted.logprobs is not None

@@ -1,0 +1,131 @@
+"""Answers of a given form over HTTP: OpenAI's response_format, and vLLM's guided_regex."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from breakgraph import LLM
+from breakgraph.engine.guided import GrammarCompiler
+from tiny_models import save_tiny_model
+from unit.engine.byte_tokenizer import ascii_tokenizer
+from unit.server.conftest import MODEL, SIZES, RunningServer, running
+from unit.server.test_malformed import check_error
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 6}, "size": {"type": "integer", "maximum": 99}},
+    "required": ["city", "size"],
+    "additionalProperties": False,
+}
+FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """With all of ASCII in its vocabulary, and an end of sequence."""
+    folder = tmp_path_factory.mktemp("models") / "ascii-llama"
+    save_tiny_model("llama", folder, eos_token_id=95)
+    ascii_tokenizer().save_pretrained(folder)
+    with LLM(str(folder), **SIZES) as llm, running(llm) as server:
+        yield server
+
+
+def is_city(text: str) -> bool:
+    value = json.loads(text)
+    return value.keys() == {"city", "size"} and len(value["city"]) <= 6 and value["size"] <= 99
+
+
+def test_chat_keeps_to_a_schema_whole_and_as_a_stream(client: openai.OpenAI) -> None:
+    def ask(**options: Any) -> Any:
+        messages: Any = [{"role": "user", "content": "a city"}]
+        return client.chat.completions.create(
+            model=MODEL, messages=messages, response_format=FORMAT, n=4, seed=1, max_tokens=90, **options
+        )
+
+    whole = [choice.message.content for choice in ask().choices]
+    assert all(map(is_city, whole))
+    assert len(set(whole)) > 1
+    parts = dict.fromkeys(range(4), "")
+    for chunk in ask(stream=True):
+        for choice in chunk.choices:
+            parts[choice.index] += choice.delta.content or ""
+    assert list(parts.values()) == whole
+
+
+def test_completions_keep_to_a_regex_beside_free_ones(client: openai.OpenAI) -> None:
+    free = client.completions.create(model=MODEL, prompt="a", max_tokens=9, temperature=0).choices[0].text
+    regex = r"[ab]{3}(, [ab]{3})*\."
+    response = client.completions.create(
+        model=MODEL, prompt=["a", "b"], seed=3, max_tokens=90, extra_body={"guided_regex": regex}
+    )
+    for choice in response.choices:
+        assert choice.finish_reason == "length" or re.fullmatch(regex, choice.text)
+    assert any(choice.finish_reason == "stop" for choice in response.choices)
+    assert client.completions.create(model=MODEL, prompt="a", max_tokens=9, temperature=0).choices[0].text == free
+
+
+def test_any_object(client: openai.OpenAI) -> None:
+    response = client.completions.create(
+        model=MODEL, prompt="a", n=8, seed=0, max_tokens=120, extra_body={"response_format": {"type": "json_object"}}
+    )
+    whole = [choice.text for choice in response.choices if choice.finish_reason == "stop"]
+    assert whole
+    assert all(isinstance(json.loads(text), dict) for text in whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code", "message"),
+    [
+        ({"guided_regex": "("}, "guided_regex", "invalid_value", "not closed"),
+        ({"guided_regex": "a" * 70_000}, "guided_regex", "invalid_value", "at most"),
+        ({"guided_regex": 1}, "guided_regex", "invalid_value", "string"),
+        ({"guided_regex": "é+"}, "guided_regex", "invalid_value", "no token of the vocabulary can begin"),
+        ({"guided_regex": "aé"}, None, "invalid_value", "no token with which the answer keeps to its form"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "unsupported_parameter", "ignore_eos"),
+        ({"guided_regex": "a", "response_format": FORMAT}, "guided_regex", "unsupported_parameter", "both"),
+        ({"response_format": {"type": "yaml"}}, "response_format", "invalid_value", "yaml"),
+        ({"response_format": "json"}, "response_format", "invalid_value", "dict"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "invalid_value", "required"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "robot"}}}},
+            "response_format",
+            "invalid_value",
+            "robot",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
+            "response_format",
+            "invalid_value",
+            "schema.not",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_kept(
+    http: httpx.Client, change: dict[str, Any], param: str | None, code: str, message: str
+) -> None:
+    for path, prompt in ((COMPLETION, {"prompt": "a"}), (CHAT, {"messages": [{"role": "user", "content": "a"}]})):
+        body = {"model": MODEL, "max_tokens": 9, "temperature": 0, **prompt, **change}
+        error = check_error(http.post(path, json=body), 400)
+        assert (error["param"], error["code"]) == (param, code)
+        assert message in error["message"]
+
+
+def test_without_the_extra_the_way_out_is_told(
+    server: RunningServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = server.llm.engine
+    monkeypatch.setattr(engine, "grammars", GrammarCompiler(engine.tokenizer, 96, [95]))
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    body = {"model": MODEL, "prompt": "a", "guided_regex": "a+"}
+    assert "pip install 'breakgraph[guided]'" in check_error(http.post(COMPLETION, json=body), 400)["message"]
+    assert http.post(COMPLETION, json={"model": MODEL, "prompt": "a"}).status_code == 200
