@@ -37,6 +37,7 @@ def folder(tmp_path: Path) -> str:
         {"attention": "sdpa"},
         {"attention": "flash", "decode_backend": "breakable"},
         {"prefill_backend": "debug_eager", "decode_backend": "debug_eager"},
+        {"prefill_backend": "auto", "decode_backend": "auto"},
         {"fusion": "inductor"},
         {"fusion": "inductor", "prefill_backend": "full"},
     ],
