@@ -14,8 +14,26 @@ from typing import Any
 
 import torch
 
+from breakgraph.errors import ConfigError
+
 _ROWS, _REQUESTS = 6, 7
 """Places of two numbers among the arguments of a plan, which have no identity."""
+
+
+class UnknownFlashInfer(ConfigError):
+    """The version that is installed does not do what is known of 0.6.14."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"attention 'flashinfer' knows flashinfer-python 0.6.14, and the one installed differs: {what}; install "
+            "that one, or use attention='triton'"
+        )
+
+
+def _the_call(seen: Sequence[tuple[object, ...]]) -> tuple[object, ...]:
+    if len(seen) != 1:
+        raise UnknownFlashInfer(f"it calls its compiled module {len(seen)} times")
+    return seen[0]
 
 
 class LearntCall:
@@ -27,7 +45,7 @@ class LearntCall:
         self._function = function
         self._places = [[i for i, argument in enumerate(arguments) if argument is value] for value in values]
         if not all(self._places):
-            raise RuntimeError("this FlashInfer calls its module with other arguments; breakgraph knows 0.6.14")
+            raise UnknownFlashInfer("it calls its compiled module with other arguments")
 
     def set(self, values: Sequence[object], first: int = 0) -> None:
         """Put values into the places from number `first` on."""
@@ -60,10 +78,10 @@ class PlanCall(LearntCall):
             plan()
         finally:
             wrapper._cached_module, wrapper._jit_module = module, jit_module
-        (arguments,) = seen
+        arguments = _the_call(seen)
         super().__init__(module.plan, arguments, host)
         if arguments[_ROWS : _REQUESTS + 1] != (int(host[0][-1]), len(host[2])):
-            raise RuntimeError("this FlashInfer plans with other arguments; breakgraph knows 0.6.14")
+            raise UnknownFlashInfer("it plans with other arguments")
 
     def of_step(self, host: Sequence[torch.Tensor], num_rows: int) -> Any:
         """What FlashInfer calls the plan information.
@@ -90,7 +108,7 @@ class RunCall(LearntCall):
             wrapper.run(q, (key_cache, value_cache), *extra, out=out)
         finally:
             wrapper._cached_module = module
-        (arguments,) = seen
+        arguments = _the_call(seen)
         buffers = (
             wrapper._qo_indptr_buf, wrapper._paged_kv_indptr_buf,
             wrapper._paged_kv_last_page_len_buf, wrapper._paged_kv_indices_buf,
@@ -107,5 +125,7 @@ class RunCall(LearntCall):
     def of_layer(self, tensors: Sequence[torch.Tensor]) -> None:
         """Launch it on (q, key_cache, value_cache, out, ...)."""
         self.set(tensors)
-        self()
-        self.set(self._nothing)  # a capture's pool blocks may not outlive it
+        try:
+            self()
+        finally:
+            self.set(self._nothing)  # a capture's pool blocks may not outlive it

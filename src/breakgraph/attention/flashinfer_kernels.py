@@ -14,7 +14,7 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from flashinfer.jit.attention.variants import attention_sink_decl
 
-from breakgraph.attention.flashinfer_calls import PlanCall, RunCall
+from breakgraph.attention.flashinfer_calls import PlanCall, RunCall, UnknownFlashInfer
 from breakgraph.attention.flashinfer_plan import (
     Family,
     FixedShape,
@@ -115,7 +115,6 @@ class PlannedKernel:
         self.handle = next(_HANDLES)
         self._dtype, self._block_size, self._device = dtype, block_size, device
         self._copied = torch.cuda.Event()
-        self._run: RunCall | None = None
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         float_workspace = floats.take(float_workspace_bytes(constants, family, fixed, num_sms))
         int_workspace = torch.zeros(
@@ -139,8 +138,11 @@ class PlannedKernel:
             )  # fmt: skip
             self._wrapper.reset_workspace_buffer(float_workspace, int_workspace)
             self._plan = self._plan_largest()
-        except torch.OutOfMemoryError:
+            self._run = self._learn_run()
+        except (torch.OutOfMemoryError, ConfigError):
             raise
+        except AttributeError as missing:
+            raise UnknownFlashInfer(str(missing)) from missing
         except (RuntimeError, OSError) as failure:
             raise ConfigError(
                 f"attention 'flashinfer' could not set up its {family} kernel for {constants}: {failure}; kernels are "
@@ -156,6 +158,7 @@ class PlannedKernel:
         already does. So this waits on the host until the copy of the plan before has been made; the kernels that read
         that plan on the device come before the new copy in stream order.
         """
+        self.serial = 0  # until all of it is there
         self._copied.synchronize()
         buffers: tuple[torch.Tensor, ...] = (*pages.split(pages.on_device), pages.indices)
         num_rows = pages.num_rows
@@ -163,11 +166,8 @@ class PlannedKernel:
             self._packed.copy_(pages.on_device)
             self._index_buffers[3][: len(pages.indices)].copy_(pages.indices)
             buffers, num_rows = self._index_buffers, self.fixed.num_rows
-        self._info = self._plan.of_step(pages.for_plan, num_rows)
+        self._run.use_plan(self._plan.of_step(pages.for_plan, num_rows), buffers)
         self._copied.record()
-        self._step_buffers = buffers
-        if self._run is not None:
-            self._run.use_plan(self._info, buffers)
         self.serial = serial
 
     def run(
@@ -179,12 +179,19 @@ class PlannedKernel:
         out: torch.Tensor,
     ) -> None:
         """Fills `out` [T, H, D] from `q` [T, H, D], T the planned rows; `sinks` [H] float32."""
-        tensors = (q, key_cache, value_cache, out) if sinks is None else (q, key_cache, value_cache, out, sinks)
-        if self._run is None:
-            extra = () if sinks is None else (sinks, self.constants.scale)
-            self._run = RunCall(self._wrapper, tensors, extra)
-            self._run.use_plan(self._info, self._step_buffers)
-        self._run.of_layer(tensors)
+        tensors = (q, key_cache, value_cache, out)
+        self._run.of_layer(tensors if sinks is None else (*tensors, sinks))
+
+    def _learn_run(self) -> RunCall:
+        """On tensors of one row and one page: nothing is launched."""
+        heads, kv_heads, size = self.constants.num_heads, self.constants.num_kv_heads, self.constants.head_dim
+        shapes = [(1, heads, size), *[(1, self._block_size, kv_heads, size)] * 2, (1, heads, size)]
+        tensors = [torch.empty(shape, dtype=self._dtype, device=self._device) for shape in shapes]
+        extra: list[object] = []
+        if self.constants.has_sinks:
+            tensors.append(torch.empty(heads, dtype=torch.float32, device=self._device))
+            extra = [tensors[-1], self.constants.scale]
+        return RunCall(self._wrapper, tensors, extra)
 
     def _plan_largest(self) -> PlanCall:
         """Compiles the module, and in graph mode sets the most rows that a plan may have; learns how to plan."""

@@ -139,6 +139,11 @@ def _device_facts(device: torch.device) -> _Device:
     )
 
 
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Whether one program may take 224 KiB of it, as on compute capability 9.0."""
+    return _device_facts(device).large
+
+
 def store(
     k: torch.Tensor,
     v: torch.Tensor,

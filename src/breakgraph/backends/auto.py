@@ -46,6 +46,14 @@ class AutoBackend(PlanBackend):
         """For the next capture under ``key``."""
         self._choices[key] = choice
 
+    def forget(self, key: ShapeKey) -> None:
+        """Nothing is chosen for ``key``."""
+        self._choices.pop(key, None)
+
+    def has_choice(self, key: ShapeKey) -> bool:
+        """Whether :meth:`choose` was called for ``key``, or it was captured without."""
+        return key in self._choices
+
     def has_breaks(self, key: ShapeKey) -> bool:
         return key not in self._choices or self._choices[key].backend != FullBackend.name
 

@@ -95,14 +95,14 @@ def place_kernel(
 
 @triton.jit
 def up_kernel(
-    hidden_ptr, x_ptr, weight_ptr, bias_ptr, rows_ptr, tile_experts_ptr, tile_rows_ptr, num_tiles,
+    hidden_ptr, x_ptr, weight_ptr, rows_ptr, tile_experts_ptr, tile_rows_ptr, num_tiles,
     x_stride, weight_expert, weight_row, weight_column,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """First product of each row: hidden [num_tiles * BLOCK_M, NUM_COLUMNS], in the order of the tiles.
+    """First product of each row, silu(gate) * up: hidden [num_tiles * BLOCK_M, NUM_COLUMNS], in the order of the tiles.
 
-    With GATED the weight has a gate's rows first, NUM_COLUMNS of them, and what comes out is silu(gate) * up.
+    The weight has the gate's rows first, NUM_COLUMNS of them.
     Grid: (num_tiles * cdiv(NUM_COLUMNS, BLOCK_N),): tiles of one expert next to each other, so that they share weights.
     """
     tile = tl.program_id(0) % num_tiles
@@ -126,24 +126,20 @@ def up_kernel(
         x = tl.load(x_ptrs + first, mask=live[:, None] & here[None, :], other=0.0)
         mask = within[None, :] & here[:, None]
         w = tl.load(w_ptrs + first * weight_column, mask=mask, other=0.0)
-        if GATED:
-            gate = tl.dot(x, w, gate, input_precision="ieee")
-            w = tl.load(w_ptrs + NUM_COLUMNS * weight_row + first * weight_column, mask=mask, other=0.0)
+        gate = tl.dot(x, w, gate, input_precision="ieee")
+        w = tl.load(w_ptrs + NUM_COLUMNS * weight_row + first * weight_column, mask=mask, other=0.0)
         acc = tl.dot(x, w, acc, input_precision="ieee")
-    if BIAS:
-        acc += tl.load(bias_ptr + expert * NUM_COLUMNS + column, mask=within, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        acc = acc * gate / (1 + tl.exp(-gate))
+    acc = acc * gate / (1 + tl.exp(-gate))
     out = hidden_ptr + (tile * BLOCK_M + row).to(tl.int64)[:, None] * NUM_COLUMNS + column[None, :]
     tl.store(out, acc.to(hidden_ptr.dtype.element_ty), mask=live[:, None] & within[None, :])
 
 
 @triton.jit
 def down_kernel(
-    out_ptr, hidden_ptr, weight_ptr, bias_ptr, choice_ptr, rows_ptr, tile_experts_ptr, tile_rows_ptr, num_tiles,
+    out_ptr, hidden_ptr, weight_ptr, choice_ptr, rows_ptr, tile_experts_ptr, tile_rows_ptr, num_tiles,
     weight_expert, weight_row, weight_column,
     WIDTH: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Second product of each row, times the router's weight: out [pairs, NUM_COLUMNS], in the order of the pairs."""
     tile = tl.program_id(0) % num_tiles
@@ -164,8 +160,6 @@ def down_kernel(
         h = tl.load(h_ptrs + first, mask=live[:, None] & here[None, :], other=0.0)
         w = tl.load(w_ptrs + first * weight_column, mask=within[None, :] & here[:, None], other=0.0)
         acc = tl.dot(h, w, acc, input_precision="ieee")
-    if BIAS:
-        acc += tl.load(bias_ptr + expert * NUM_COLUMNS + column, mask=within, other=0.0).to(tl.float32)[None, :]
     pairs = tl.load(rows_ptr + tile * BLOCK_M + row, mask=live, other=0).to(tl.int64)
     acc *= tl.load(choice_ptr + pairs, mask=live, other=0.0).to(tl.float32)[:, None]
     out = out_ptr + pairs[:, None] * NUM_COLUMNS + column[None, :]

@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from breakgraph.attention.triton_ops import dense_heads, has_large_shared_memory
 from breakgraph.models.expert_kernels import (
     combine_kernel,
     count_kernel,
@@ -24,6 +25,7 @@ from breakgraph.models.expert_kernels import (
     up_kernel,
 )
 
+_MANY = 1 << 30
 _CHUNK = 128
 """Pairs that one program sorts."""
 
@@ -39,19 +41,20 @@ class Tile:
     num_stages: int
 
 
-# By rows of an expert, about. Few rows are there to read weights, many to multiply. The fastest of a few on an H200.
-_TILES = {16: Tile(16, 128, 128, 4, 4), 64: Tile(64, 128, 64, 4, 4)}
-_LARGEST = Tile(128, 256, 64, 8, 4)
+# By rows of an expert, about; the last for all above. Few rows are there to read weights, many to multiply. The first
+# are the fastest of a few on an H200 and need 144 KiB of shared memory; the others need 72 KiB and were not tuned.
+_TILES = {16: Tile(16, 128, 128, 4, 4), 64: Tile(64, 128, 64, 4, 4), _MANY: Tile(128, 256, 64, 8, 4)}
+_SMALL_TILES = {16: Tile(16, 128, 64, 4, 3), 64: Tile(64, 128, 64, 4, 3), _MANY: Tile(128, 128, 64, 8, 2)}
 _FLOAT32 = Tile(16, 32, 32, 4, 2)
 
 
 @lru_cache
-def tile_for(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tile:
-    """For a step of so many pairs, evenly spread."""
+def tile_for(num_pairs: int, num_experts: int, dtype: torch.dtype, has_large_memory: bool) -> Tile:
+    """For a step of so many pairs, evenly spread, on a GPU with much shared memory or little."""
     if dtype == torch.float32:
         return _FLOAT32
-    each = num_pairs / num_experts
-    return next((tile for rows, tile in _TILES.items() if each <= rows), _LARGEST)
+    tiles = _TILES if has_large_memory else _SMALL_TILES
+    return next(tile for rows, tile in tiles.items() if num_pairs / num_experts <= rows)
 
 
 @dataclass(frozen=True)
@@ -87,31 +90,29 @@ def _group(index: Tensor, num_live: Tensor | None, num_experts: int, block_m: in
     return _Groups(rows, tile_experts, tile_rows, num_tiles)
 
 
-def _up(x: Tensor, groups: _Groups, weight: Tensor, bias: Tensor | None, top_k: int, gated: bool, tile: Tile) -> Tensor:
-    """`weight` [E, columns, width] with any strides."""
-    num_columns = weight.shape[1] // 2 if gated else weight.shape[1]
+def _up(x: Tensor, groups: _Groups, weight: Tensor, top_k: int, tile: Tile) -> Tensor:
+    """`weight` [E, 2 * columns, width] with any strides."""
+    num_columns = weight.shape[1] // 2
     hidden = x.new_empty(groups.num_tiles * tile.block_m, num_columns)
     # Two products at a time: half of the columns each.
-    block_n = max(16, tile.block_n // 2) if gated else tile.block_n
+    block_n = max(16, tile.block_n // 2)
     up_kernel[(groups.num_tiles * triton.cdiv(num_columns, block_n),)](
-        hidden, x, weight, x if bias is None else bias, groups.rows, groups.tile_experts, groups.tile_rows,
+        hidden, x, weight, groups.rows, groups.tile_experts, groups.tile_rows,
         groups.num_tiles, x.stride(0), *weight.stride(), TOP_K=top_k, WIDTH=x.shape[1], NUM_COLUMNS=num_columns,
-        BLOCK_M=tile.block_m, BLOCK_N=block_n, BLOCK_K=tile.block_k, GATED=gated, BIAS=bias is not None,
+        BLOCK_M=tile.block_m, BLOCK_N=block_n, BLOCK_K=tile.block_k,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return hidden
 
 
-def _down(
-    hidden: Tensor, groups: _Groups, weight: Tensor, bias: Tensor | None, choice: Tensor, tile: Tile
-) -> Tensor:  # fmt: skip
+def _down(hidden: Tensor, groups: _Groups, weight: Tensor, choice: Tensor, tile: Tile) -> Tensor:
     """`weight` [E, columns, width] with any strides."""
     num_columns = weight.shape[1]
     parts = hidden.new_empty(choice.numel(), num_columns)
     down_kernel[(groups.num_tiles * triton.cdiv(num_columns, tile.block_n),)](
-        parts, hidden, weight, hidden if bias is None else bias, choice, groups.rows, groups.tile_experts,
+        parts, hidden, weight, choice, groups.rows, groups.tile_experts,
         groups.tile_rows, groups.num_tiles, *weight.stride(), WIDTH=hidden.shape[1], NUM_COLUMNS=num_columns,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, BIAS=bias is not None,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return parts
@@ -135,12 +136,13 @@ def _gated_experts(
     num_experts, top_k = gate_up.shape[0], index.shape[1]
     if not x.shape[0]:
         return torch.empty_like(x)
-    tile = tile_for(index.numel(), num_experts, x.dtype)
+    x, index, choice = dense_heads(x), index.contiguous(), choice.contiguous()
+    tile = tile_for(index.numel(), num_experts, x.dtype, has_large_shared_memory(x.device))
     # Triton launches on the current device, whatever its arguments.
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         groups = _group(index, num_live, num_experts, tile.block_m)
-        hidden = _up(x, groups, gate_up, None, top_k, True, tile)
-        parts = _down(hidden, groups, down, None, choice, tile)
+        hidden = _up(x, groups, gate_up, top_k, tile)
+        parts = _down(hidden, groups, down, choice, tile)
         return _combine(parts, index, num_live, num_experts)
 
 

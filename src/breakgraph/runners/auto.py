@@ -10,13 +10,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from breakgraph.attention import AttentionStep, use_step
-from breakgraph.errors import ConfigError
+from breakgraph.errors import CaptureError, ConfigError
 from breakgraph.graph import PlanFamily, get_device
 from breakgraph.runners.base import Progress, Runner
 from breakgraph.runners.batch import StepBatch
@@ -38,19 +39,31 @@ class ChoosingRunner(Runner):
 
     backend: AutoBackend
 
-    def capture(self, progress: Progress | None = None) -> None:
+    def choose(self) -> None:
+        """Chooses for every bucket that nothing was chosen for.
+
+        Raises:
+            ConfigError: the plan family has a group, whose ranks might choose differently.
+        """
         self._allocated()
+        sizes = [size for size in reversed(self.spec.ladder) if not self.backend.has_choice(self.spec.key(size))]
+        if sizes and self.backend.family.ranks is not None:
+            raise ConfigError(
+                "backend 'auto' times buckets on each rank by itself, and ranks might choose differently; give the "
+                "backend to capture with"
+            )
         started, refusal = time.perf_counter(), self._full_refusal()
         limit: int | None = None
         with self.backend.family.window():
-            for size in reversed(self.spec.ladder):
-                if self.backend.captured(self.spec.key(size)):
-                    continue
+            for size in sizes:
                 if refusal is not None:
                     self._choose(size, BREAKABLE, refusal)
                 else:
                     limit = self._choose_faster(size, limit)
         self.stats.capture_sec += time.perf_counter() - started
+
+    def capture(self, progress: Progress | None = None) -> None:
+        self.choose()
         super().capture(progress)
 
     def _full_refusal(self) -> str | None:
@@ -79,16 +92,26 @@ class ChoosingRunner(Runner):
         Returns:
             The limit.
         """
-        with PlanFamily(self.device) as family:
-            plans = {name: self._captured_as(name, size, family) for name in (FULL, BREAKABLE)}
-            peaks = {name: plan.explain().pool_peak_bytes for name, plan in plans.items()}
-            seconds = time_steps({name: self._step_of(name, size, plan) for name, plan in plans.items()}, self.device)
-        limit = peaks[BREAKABLE] if limit is None else limit
-        faster, reason = min(seconds, key=lambda name: seconds[name]), ""
-        if faster == FULL and peaks[FULL] > limit:
-            faster = BREAKABLE
-            reason = f"full needs {peaks[FULL] / 2**20:.0f} MiB of the pool, there are {limit / 2**20:.0f}"
-        self._choose(size, faster, reason, seconds)
+        try:
+            with PlanFamily(self.device) as family:
+                plans = {BREAKABLE: self._captured_as(BREAKABLE, size, family)}
+                limit = limit or plans[BREAKABLE].explain().pool_peak_bytes
+                try:
+                    plans[FULL] = self._captured_as(FULL, size, family)
+                except (CaptureError, torch.OutOfMemoryError) as error:
+                    self._choose(size, BREAKABLE, f"no full graph: {str(error).splitlines()[0]}")
+                    return limit
+                needed = plans[FULL].explain().pool_peak_bytes
+                steps = {name: partial(self._replay_as, name, size, plans[name]) for name in (FULL, BREAKABLE)}
+                seconds = time_steps(steps, self.device)
+        except BaseException:
+            self.backend.forget(self.spec.key(size))
+            raise
+        if seconds[FULL] >= seconds[BREAKABLE] or needed <= limit:
+            self._choose(size, min(seconds, key=lambda name: seconds[name]), step_sec=seconds)
+        else:
+            reason = f"full needs {needed / 2**20:.0f} MiB of the pool, there are {limit / 2**20:.0f}"
+            self._choose(size, BREAKABLE, reason, seconds)
         return limit
 
     def _captured_as(self, name: str, size: int, family: PlanFamily) -> Plan:
@@ -98,16 +121,11 @@ class ChoosingRunner(Runner):
         with torch.no_grad(), use_step(self._plan_attention(batch, fields, in_bucket=True)):
             return family.capture(lambda: self.forward(fields), label=f"{name} {size}", breaks=name == BREAKABLE)
 
-    def _step_of(self, name: str, size: int, plan: Plan) -> Callable[[], object]:
-        batch = self.spec.dummy_batch(size)
-
-        def step() -> None:
-            self._choose(size, name)
-            fields = self._allocated().load(batch, size)
-            with torch.no_grad(), use_step(self._plan_attention(batch, fields, in_bucket=True)):
-                plan.replay()
-
-        return step
+    def _replay_as(self, name: str, size: int, plan: Plan) -> None:
+        """A step as it will be."""
+        self._choose(size, name)
+        with self._ready_for_replay(self.spec.dummy_batch(size), size):
+            plan.replay()
 
 
 class AutoPrefillRunner(ChoosingRunner, PrefillRunner):

@@ -174,6 +174,10 @@ class Runner(ABC):
         per_plan = max(0, -(-sum(taken[1:]) // _MEASURED_CAPTURES))
         return replace(measured, replay=replay, driver_bytes_per_plan=per_plan)
 
+    def choose(self) -> None:
+        """Decide how each bucket will be captured, where the backend leaves that to the runner. Keeps no memory."""
+        self._check_open()
+
     def capture(self, progress: Progress | None = None) -> None:
         """Capture the buckets that are not captured yet, largest first: smaller ones fit in blocks the pool has then.
 
@@ -296,12 +300,18 @@ class Runner(ABC):
             logger.exception("could not close %s after a failed capture", key)
 
     def _replay(self, batch: StepBatch, size: int) -> Tensor:
-        fields, key = self._allocated().load(batch, size), self.spec.key(size)
-        plan = partial(self._plan_attention, batch, fields, in_bucket=True)
-        # The first segment needs no plan: with breaks the GPU works on it while attention is planned.
-        with torch.no_grad(), use_step(plan if self.backend.has_breaks(key) else plan()):
-            logits: Tensor = self.backend.replay(key)
+        with self._ready_for_replay(batch, size):
+            logits: Tensor = self.backend.replay(self.spec.key(size))
         return logits[: batch.num_reqs]
+
+    @contextmanager
+    def _ready_for_replay(self, batch: StepBatch, size: int) -> Iterator[None]:
+        """Inputs and metadata are in place; with breaks the GPU works on the first segment while attention is planned,
+        which that segment needs no plan for."""
+        step = self._attention_step(batch, self._allocated().load(batch, size), in_bucket=True)
+        plan = partial(self.attention.plan, step)
+        with torch.no_grad(), use_step(plan if self.backend.has_breaks(self.spec.key(size)) else plan()):
+            yield
 
     def _run_eager(self, batch: StepBatch) -> Tensor:
         fields = live_fields(self.spec, batch, self.device)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from breakgraph.attention.flashinfer_calls import PlanCall, RunCall
+from breakgraph.errors import ConfigError
 
 
 class Wrapper:
@@ -89,5 +90,5 @@ def test_a_wrapper_that_calls_otherwise_is_refused_by_name() -> None:
     layer = [torch.zeros(3) for _ in range(4)]
     wrapper._plan_info = object()
     wrapper.run = lambda q, cache, *extra, out: wrapper._cached_module.paged_run(q, out)  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="calls its module with other arguments"):
+    with pytest.raises(ConfigError, match=r"knows flashinfer-python 0\.6\.14.*calls its compiled module with other"):
         RunCall(wrapper, layer, ())

@@ -103,3 +103,19 @@ def test_weights_with_any_strides() -> None:
     case.gate_up = case.gate_up.transpose(1, 2).contiguous().transpose(1, 2)
     case.down = case.down.transpose(1, 2).contiguous().transpose(1, 2)
     case.check()
+
+
+def test_inputs_may_lie_anywhere() -> None:
+    case = Case(19)
+    expected = case.run()
+    case.x, case.index, case.choice = (t.T.contiguous().T for t in (case.x, case.index, case.choice))
+    assert not case.x.is_contiguous()
+    assert torch.equal(case.run(), expected)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100, 1000])
+@pytest.mark.parametrize(("is_large", "limit"), [(True, 224), (False, 96)])
+def test_tiles_fit_into_the_memory_of_the_gpu(num_tokens: int, is_large: bool, limit: int) -> None:
+    """Rows of the input and of both halves of the weight, 2 bytes each, once a stage."""
+    tile = expert_ops.tile_for(num_tokens * 8, 16, torch.bfloat16, is_large)
+    assert (tile.block_m + tile.block_n) * tile.block_k * 2 * tile.num_stages <= limit * 1024

@@ -10,7 +10,7 @@ import torch
 from breakgraph.attention import make_attention
 from breakgraph.backends import make_backend
 from breakgraph.errors import CaptureError, ConfigError
-from breakgraph.graph import PlanFamily
+from breakgraph.graph import Plan, PlanFamily, eager_on_graph
 from breakgraph.runners import AutoDecodeRunner, AutoPrefillRunner, Runner, auto
 from unit.runners.fakes import NUM_BLOCKS, make_decode_spec, make_prefill_spec
 from unit.runners.test_runner_graph import new_requests
@@ -124,13 +124,73 @@ def test_a_full_graph_that_needs_more_of_the_pool_is_not_taken(
     assert breaks == len(LAYERS)
 
 
-def test_where_nothing_can_be_timed_there_are_breaks_and_the_reason(make: Callable[..., Choosing]) -> None:
+def test_where_nothing_can_be_timed_there_are_breaks_and_the_reason(
+    make: Callable[..., Choosing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not auto.can_time(torch.device("cpu"))
+    monkeypatch.setattr(auto, "can_time", lambda device: False)
     side = make()
-    if side.family.device.emulated:
-        side.runner.capture()
-        note = "backend auto: breakable (nothing is timed on the emulated device)"
-        assert set(side.chosen().values()) == {(note, len(LAYERS))}
-        side.check([2, 3])
+    side.runner.capture()
+    note = "backend auto: breakable (nothing is timed on the emulated device)"
+    assert set(side.chosen().values()) == {(note, len(LAYERS))}
+    side.check([2, 3])
+
+
+def test_what_is_timed_is_a_step_as_it_will_be(
+    make: Callable[..., Choosing], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """With breaks attention is planned behind the first segment, not ahead of the replay."""
+    monkeypatch.setattr(auto, "can_time", lambda device: True)
+    side, events = make(), list[str]()
+    plan, replay = side.attention.plan, Plan.replay
+
+    def spy_plan(step: object) -> object:
+        events.append("plan")
+        return plan(step)
+
+    def spy_replay(plan: Plan) -> object:
+        events.append(plan.label.split()[0])
+        return replay(plan)
+
+    monkeypatch.setattr(side.attention, "plan", spy_plan)
+    monkeypatch.setattr(Plan, "replay", spy_replay)
+    side.runner.choose()
+    of_a_round = ["plan", "full", "breakable", "plan"]
+    rounds = auto._WARM_ROUNDS + auto._ROUNDS
+    assert events == (["plan"] * 2 + of_a_round * rounds) * 3
+    assert all(side.runner.backend.has_choice(side.runner.spec.key(size)) for size in (4, 8, 16))
+    assert side.runner.explain() == {}
+
+
+def test_a_forward_that_no_full_graph_can_hold_keeps_its_breaks(
+    device: torch.device, make: Callable[..., Choosing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch)
+    side = make()
+    forward = side.runner.forward
+
+    @eager_on_graph
+    def read(x: torch.Tensor) -> None:
+        x.sum().item()
+
+    def reading(fields: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        read(fields["slot_mapping"])
+        return forward(fields)
+
+    side.runner.forward = reading
+    side.runner.capture()
+    assert all("no full graph: " in note for note, _ in side.chosen().values())
+    side.check([2, 3])
+
+
+def test_ranks_do_not_choose_for_themselves(
+    make: Callable[..., Choosing], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    side = make()
+    monkeypatch.setattr(side.family, "ranks", object())
+    with pytest.raises(ConfigError, match="ranks might choose differently"):
+        side.runner.choose()
+    monkeypatch.setattr(side.family, "ranks", None)
 
 
 def test_attention_that_no_graph_can_hold_stays_in_breaks(
