@@ -30,6 +30,8 @@ _ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_ro
 _MAX_REQUESTS = 1_000_000
 """Of a replica at a time: its engine says itself when it is full."""
 _HEALTH_PERIOD_SEC = 5.0
+_HEALTH_TIMEOUT_SEC = 5.0
+"""Other requests wait until there is a replica again."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +128,12 @@ class Front:
         forwarding = asyncio.ensure_future(_forward(response, send))
         leaving = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait((forwarding, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if forwarding.done():
+            limit = _HEALTH_TIMEOUT_SEC if scope["path"] == "/health" else None
+            done, _ = await asyncio.wait((forwarding, leaving), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if forwarding in done:
                 forwarding.result()
+            elif not done:
+                raise ApiError(503, "no replica answers", kind="server_error", code="unhealthy")
         finally:
             if not forwarding.done():
                 response.cancel()
