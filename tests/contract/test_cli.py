@@ -24,7 +24,9 @@ SAMPLING = """
     --repetition-penalty --stop --stop-token-ids --temperature --top-k --top-p
 """
 LOAD = "--api-key --max-tokens --mix --num-requests --out --prompt-spread --prompt-words --rate --seed --shared --url"
-SERVER = "--api-key --drain-timeout --host --max-waiting --port --request-timeout --served-model-name"
+SERVER = """
+    --api-key --drain-timeout --host --max-waiting --port --ray-address --replicas --request-timeout --served-model-name
+"""
 OPTIONS = {
     "bench": "kind",
     "bench capture": f"""

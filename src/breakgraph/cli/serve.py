@@ -6,10 +6,13 @@ import argparse
 import dataclasses
 import os
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from breakgraph.cli import engine_options as options
 from breakgraph.errors import ConfigError
+
+if TYPE_CHECKING:
+    from breakgraph.server.config import ServerConfig
 
 KEY_VARIABLE = "BREAKGRAPH_API_KEY"
 _NEEDED = ("fastapi", "prometheus_client", "uvicorn")
@@ -31,6 +34,12 @@ def add_parser(subparsers: Any) -> None:
             group.add_argument("--api-key", help=f"{field.metadata['help']} (or set {KEY_VARIABLE})")
         else:
             options.add_flag(group, field, field.default)
+    group.add_argument(
+        "--replicas", type=int, default=1, metavar="N", help="engines behind the port, through Ray Serve (default: 1)"
+    )
+    group.add_argument(
+        "--ray-address", metavar="ADDRESS", help="Ray cluster for the replicas (default: one of this machine alone)"
+    )
     options.add_engine_options(parser)
 
 
@@ -46,9 +55,24 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--load-format dummy has no tokenizer, and a server needs one")
     args.api_key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     config = ServerConfig(**{field.name: getattr(args, field.name) for field in dataclasses.fields(ServerConfig)})
+    if args.replicas < 1:
+        raise ConfigError(f"--replicas must be an integer >= 1, got {args.replicas}")
+    if args.replicas > 1 or args.ray_address is not None:
+        return _serve_replicas(args, config)
     from breakgraph.engine.llm import LLM
     from breakgraph.server.run import serve
 
     with LLM(**options.engine_options(args)) as llm:
         serve(llm, config)
+    return 0
+
+
+def _serve_replicas(args: argparse.Namespace, config: ServerConfig) -> int:
+    if find_spec("ray") is None:
+        raise ConfigError("replicas need Ray Serve; run: pip install 'breakgraph[ray]'")
+    # Before Ray is imported: it reports its use over the network otherwise.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    from breakgraph.server.replicas import serve_replicas
+
+    serve_replicas(options.engine_options(args), config, args.replicas, args.ray_address)
     return 0

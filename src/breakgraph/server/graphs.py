@@ -73,7 +73,7 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; } p.about { 
 table { border-collapse: collapse; } th { font-weight: 600; text-align: right; color: #555; }
 th, td { padding: .15rem .9rem .15rem 0; } td { text-align: right; font-variant-numeric: tabular-nums; }
 th:first-child, td:first-child { text-align: left; } tr + tr td { border-top: 1px solid #eee; }
-.bar { display: inline-block; height: .7rem; background: #4a7ebb; vertical-align: middle; }
+.bar { display: inline-block; height: .7rem; background: #4a7ebb; vertical-align: middle; float: left; }
 .good { color: #1a7f37; } .bad { color: #b35900; }
 """
 

@@ -32,7 +32,7 @@ class LengthMix:
 
 MIXES = {"alpaca": LengthMix(19.31, 58.45), "sharegpt": LengthMix(161.31, 337.99)}
 """Means of two data sets as Kwon et al. 2023 ("Efficient Memory Management for Large Language Model Serving with
-PagedAttention", figure 11) give them for the tokenizer of OPT. Their spread is not from there: see `prompt_spread`."""
+PagedAttention", figure 11) give them for OPT's tokenizer. Their spread is not from there: that is `prompt_spread`."""
 
 _SHARED_PREFIXES = 4
 _SHARED_WORDS = 200
@@ -50,8 +50,8 @@ class Load:
     mix: str | None = field(
         default=None,
         metadata={
-            "help": "lengths as in a data set, alpaca or sharegpt, of prompts and of answers, which then have no end "
-            "of their own; instead of --prompt-words"
+            "help": "lengths as in a data set, alpaca or sharegpt, of prompts and of answers, which then end nowhere "
+            "else; instead of --prompt-words"
         },
     )
     prompt_words: int = field(default=60, metadata={"help": "median length of the prompts, in words"})
@@ -109,7 +109,7 @@ def log_mean(mean: float, spread: float) -> float:
 
 
 def answer_lengths(load: Load) -> list[int]:
-    """Tokens of each answer: log-normal with the mean of the mix, cut at `max_tokens`; without a mix `max_tokens`."""
+    """Tokens of each answer: log-normal with the mix's mean, `max_tokens` at most; without a mix `max_tokens`."""
     if load.mix is None:
         return [load.max_tokens] * load.num_requests
     rng, mu = random.Random(f"answers {load.seed}"), log_mean(MIXES[load.mix].answer, load.prompt_spread)

@@ -8,6 +8,7 @@ import sys
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from breakgraph.engine.llm import LLM
 from breakgraph.errors import ConfigError
@@ -29,10 +30,13 @@ def make_service(llm: LLM, config: ServerConfig) -> Service:
 
 def make_server(service: Service) -> uvicorn.Server:
     """Not started. Told to stop, it closes the port, lets requests end for `drain_timeout`, and aborts the rest."""
-    config = service.config
+    return _make_server(create_app(service), service.config)
+
+
+def _make_server(app: ASGIApp, config: ServerConfig) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
-            create_app(service),
+            app,
             host=config.host,
             port=config.port,
             access_log=False,
@@ -48,18 +52,26 @@ def serve(llm: LLM, config: ServerConfig) -> None:
     Raises ConfigError when the address cannot be listened on or the model has no tokenizer.
     """
     service = make_service(llm, config)
-    server = make_server(service)
+    try:
+        listen_and_serve(create_app(service), config, service.model)
+    finally:
+        service.engine.close()  # a second Ctrl-C leaves it open
+
+
+def listen_and_serve(app: ASGIApp, config: ServerConfig, model: str) -> None:
+    """Serves an application until the process is told to stop; says on standard error where it is.
+
+    Raises ConfigError when the address cannot be listened on.
+    """
+    server = _make_server(app, config)
     listening = _listen(config.host, config.port)
     host, port = listening.getsockname()[:2]
-    print(
-        f"serving {service.model} on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True
-    )
+    print(f"serving {model} on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
     # The server raises the signal again when it is done: by then there is nothing left to stop.
     previous = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         server.run(sockets=[listening])
     finally:
-        service.engine.close()  # a second Ctrl-C leaves it open
         for number, handler in previous.items():
             signal.signal(number, handler)
         listening.close()

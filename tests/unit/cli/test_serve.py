@@ -73,6 +73,7 @@ def test_without_options_it_listens_on_loopback_alone(
     [
         (["--port", "70000"], "port must be an integer from 0 to 65535, got 70000"),
         (["--load-format", "dummy"], "--load-format dummy has no tokenizer"),
+        (["--replicas", "0"], "--replicas must be an integer >= 1, got 0"),
         (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1 port 8000"),
     ],
 )
@@ -83,3 +84,22 @@ def test_what_cannot_be_served_is_one_line(
     last = capfd.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("breakgraph: ")
     assert message in last
+
+
+def test_replicas_without_ray_say_what_to_install(
+    model_args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "ray" else found(name))
+    assert main(["serve", *model_args, "--replicas", "2"]) == 2
+    assert capsys.readouterr().err == "breakgraph: replicas need Ray Serve; run: pip install 'breakgraph[ray]'\n"
+
+
+def test_options_reach_the_replicas(model_args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from breakgraph.server import replicas
+
+    asked: list[Any] = []
+    monkeypatch.setattr(replicas, "serve_replicas", lambda *arguments: asked.append(arguments))
+    assert main(["serve", *model_args, "--replicas", "3", "--port", "1", "--ray-address", "10.0.0.1:6379"]) == 0
+    ((engine, config, num_replicas, address),) = asked
+    assert (engine["max_num_seqs"], config, num_replicas, address) == (2, ServerConfig(port=1), 3, "10.0.0.1:6379")

@@ -1,0 +1,164 @@
+"""Two replicas behind one port, one of them killed under load: only its own requests are lost, and it is replaced."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tiny_models import save_tiny_model
+from unit.engine.byte_tokenizer import byte_tokenizer
+
+pytestmark = pytest.mark.timeout(600)
+
+NUM_CLIENTS = 8
+PROMPTS = [f"{letter}{letter * 2} once upon a time there was {letter}" for letter in "abcdefgh"]
+BODY: dict[str, Any] = {"model": "tiny", "max_tokens": 60, "temperature": 0, "stream": True}
+SIZES = (
+    "--device cpu --max-num-batched-tokens 32 --max-num-seqs 8 --max-model-len 128 --prefill-buckets 32 "
+    "--decode-buckets 8 --num-gpu-blocks-override 65"
+)
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Command lines by process id."""
+    found: dict[int, str] = {}
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (folder / "stat").read_text()
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
+        found[int(folder.name)] = command
+    below = {pid}
+    while more := {child for child, parent in parents.items() if parent in below and child not in below}:
+        below |= more
+    return {child: found[child] for child in below - {pid}}
+
+
+def replica_pids(server: int) -> set[int]:
+    return {pid for pid, command in descendants(server).items() if command.startswith("ray::ServeReplica")}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Its address and its process; none of what it started outlives the test."""
+    save_tiny_model("llama", tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    arguments = ["serve", "--model", str(tmp_path), "--served-model-name", "tiny", "--replicas", "2", "--port", "0"]
+    command = [sys.executable, "-m", "breakgraph", *arguments, "--drain-timeout", "5", *SIZES.split()]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    started: set[int] = set()
+    reading: threading.Thread | None = None
+    try:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"serving tiny on (http://127\.0\.0\.1:\d+)", line):
+                break
+        else:
+            raise AssertionError("".join(lines))
+        reading = threading.Thread(target=process.stderr.read)  # nobody may wait for room in the pipe
+        reading.start()
+        started |= descendants(process.pid).keys()
+        yield found.group(1), process
+    finally:
+        started |= descendants(process.pid).keys()
+        process.kill()
+        process.wait()
+        for pid in started:
+            if "ray" in _command(pid):
+                os.kill(pid, signal.SIGKILL)
+        if reading is not None:
+            reading.join()  # whoever had the pipe is gone
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def ask(http: httpx.Client, prompt: str) -> tuple[str, str]:
+    """The text, and how it ended: "done", or the code of the error."""
+    with http.stream("POST", "/v1/completions", json=BODY | {"prompt": prompt}) as response:
+        if response.status_code != 200:
+            response.read()
+            return "", str(response.json()["error"]["code"])
+        text = ""
+        for line in response.iter_lines():
+            if line == "data: [DONE]":
+                return text, "done"
+            if line.startswith("data: "):
+                event = httpx.Response(200, text=line.removeprefix("data: ")).json()
+                if "error" in event:
+                    return text, str(event["error"]["code"])
+                text += event["choices"][0]["text"]
+    return text, "cut off"
+
+
+def test_one_of_two_replicas_is_killed_under_load(server: tuple[str, subprocess.Popen[str]]) -> None:
+    url, process = server
+    with httpx.Client(base_url=url, timeout=120) as http:
+        expected = {prompt: ask(http, prompt) for prompt in PROMPTS}
+        assert {how for _, how in expected.values()} == {"done"}
+        # The same beginning goes to the replica that has it in its prefix cache.
+        for prompt in PROMPTS[:3]:
+            body = BODY | {"prompt": prompt, "stream": False, "max_tokens": 1}
+            usage = http.post("/v1/completions", json=body).json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+        before = replica_pids(process.pid)
+        assert len(before) == 2
+        victim = min(before)
+        num_running = threading.Barrier(NUM_CLIENTS + 1)
+        is_over = threading.Event()
+        outcomes: Counter[str] = Counter()
+        wrong: list[tuple[str, str]] = []
+        lock = threading.Lock()
+
+        def client(prompt: str) -> None:
+            num_running.wait()
+            with httpx.Client(base_url=url, timeout=120) as own:
+                while not is_over.is_set():
+                    text, how = ask(own, prompt)
+                    with lock:
+                        outcomes[how] += 1
+                        if not expected[prompt][0].startswith(text) or (how == "done" and text != expected[prompt][0]):
+                            wrong.append((prompt, text))
+
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            clients = [pool.submit(client, prompt) for prompt in PROMPTS]
+            num_running.wait()
+            while sum(outcomes.values()) < NUM_CLIENTS:
+                pass
+            os.kill(victim, signal.SIGKILL)
+            while len(now := replica_pids(process.pid)) < 2 or victim in now:
+                is_over.wait(0.1)
+            is_over.set()
+            for done in clients:
+                done.result()
+        assert wrong == []
+        assert outcomes.keys() <= {"done", "replica_died"}
+        assert 0 < outcomes["replica_died"] <= NUM_CLIENTS
+        assert {prompt: ask(http, prompt) for prompt in PROMPTS} == expected
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=90) == 0
+    assert replica_pids(process.pid) == set()
