@@ -106,7 +106,7 @@ class _OpaqueRun(fx.Interpreter):
         self._call = call
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._call.run(args[2]) if is_opaque(target) else target(*args, **kwargs)
+        return self._call.run(args[3]) if is_opaque(target) else target(*args, **kwargs)
 
 
 def _parts(graph: fx.Graph) -> dict[fx.Node, int]:
