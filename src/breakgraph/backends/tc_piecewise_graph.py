@@ -11,6 +11,7 @@ from torch import fx
 
 from breakgraph.errors import CaptureError
 from breakgraph.graph.compiled import run_piece
+from breakgraph.graph.refusals import traced_code
 from breakgraph.graph.tracing import OpaqueCall, is_opaque
 
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -44,7 +45,7 @@ class PieceGraph:
         if any(is_opaque(node.target) for node in module.graph.nodes):
             self._opaque[name] = len(self._opaque)
         elif compile_piece is None or not _computes(module.graph):
-            self._pieces[name] = module.forward
+            self._pieces[name] = lambda *args: _PieceRun(module).run(*args)
         else:
             examples = [node.meta[_VALUE] for node in module.graph.nodes if node.op == "placeholder"]
             compiled = compile_piece(module, examples)
@@ -76,8 +77,6 @@ class PieceGraph:
 class _Run(fx.Interpreter):
     """Lets go of each value after its last use, as the forward does."""
 
-    extra_traceback = False
-
     def __init__(
         self,
         top: fx.GraphModule,
@@ -95,6 +94,21 @@ class _Run(fx.Interpreter):
         if target in self._pieces_by_name:
             return self._pieces_by_name[target](*args)
         return _OpaqueRun(self.fetch_attr(target), self._calls[self._opaque[target]]).run(*args)
+
+
+class _PieceRun(fx.Interpreter):
+    """Operator by operator, each with the line that it comes from."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.extra_traceback = False
+
+    def run_node(self, n: fx.Node) -> Any:
+        traced_code.stack = n.stack_trace
+        try:
+            return super().run_node(n)
+        finally:
+            traced_code.stack = None
 
 
 class _OpaqueRun(fx.Interpreter):
