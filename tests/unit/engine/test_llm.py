@@ -101,7 +101,7 @@ def test_fused_layers_give_the_same_tokens(
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_fused_layers_are_refused_where_the_forward_is_traced(llama_folder: Path, phase: str) -> None:
     options = {"fusion": "inductor", f"{phase}_backend": "tc_piecewise"}
-    with pytest.raises(ConfigError, match="backend 'tc_piecewise' traces the whole forward.*use fusion='none'"):
+    with pytest.raises(ConfigError, match=r"backend 'tc_piecewise' traces the whole forward.*use fusion='none'"):
         LLM(str(llama_folder), device="cpu", **SMALL, **options)
 
 
