@@ -196,6 +196,8 @@ def _explained(error: Exception) -> CaptureError:
 
     if isinstance(error, BackendCompilerFailed):
         inner = error.inner_exception if hasattr(error, "inner_exception") else error
+        if isinstance(inner, CaptureError):
+            return inner
         first = str(inner).strip().split("\n")[0]
         return CaptureError(
             f"a piece of the forward cannot be compiled: {type(inner).__name__}: {first}; use backend 'breakable', "

@@ -47,8 +47,7 @@ class PieceGraph:
         elif compile_piece is None or not _computes(module.graph):
             self._pieces[name] = lambda *args: _PieceRun(module).run(*args)
         else:
-            examples = [node.meta[_VALUE] for node in module.graph.nodes if node.op == "placeholder"]
-            compiled = compile_piece(module, examples)
+            compiled = compile_piece(module, _examples(module.graph))
             self._pieces[name] = lambda *args: run_piece(compiled, args)
 
     @property
@@ -170,6 +169,19 @@ def _item(graph: fx.Graph, node: fx.Node, index: int, value: Any) -> fx.Node:
     made = graph.call_function(operator.getitem, (node, index))
     made.meta[_VALUE] = value
     return made
+
+
+def _examples(graph: fx.Graph) -> list[Any]:
+    """Fake values of a piece's inputs."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    unknown = [node.name for node in inputs if _VALUE not in node.meta]
+    if unknown:
+        raise CaptureError(
+            f"a piece of the forward takes {', '.join(unknown)}, which is no tensor and no number: a context is "
+            "entered in the forward and left behind a marked call; enter it around the whole forward, or use backend "
+            "'breakable'"
+        )
+    return [node.meta[_VALUE] for node in inputs]
 
 
 def _computes(graph: fx.Graph) -> bool:

@@ -21,7 +21,6 @@ from breakgraph.errors import CaptureError, UntraceableError
 from breakgraph.graph import declared, eager_break
 from breakgraph.graph.boundary import geometry
 from breakgraph.graph.eager_break import BreakSpec, active, run_plain
-from breakgraph.graph.modes import ExecMode
 from breakgraph.graph.tree import Tree, describe, is_constant, tree_leaves, tree_map
 
 Template = tuple[Any, ...]
@@ -46,7 +45,6 @@ class OpaqueCall:
         call: Takes the arguments; None where nothing is to be run.
         args: Positional ones, slots in the place of their tensors.
         kwargs: The others, likewise.
-        mode: Modes that it runs under.
         result: What was returned.
         fresh: Which leaves of that are tensors that were not given.
         looks: Shape, strides and dtype of those.
@@ -57,7 +55,6 @@ class OpaqueCall:
     call: Callable[[Sequence[Any], dict[str, Any]], Tree] | None
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    mode: ExecMode
     result: Template
     fresh: tuple[int, ...]
     looks: tuple[Template, ...]
@@ -80,8 +77,7 @@ class OpaqueCall:
             return tensors[leaf.index] if isinstance(leaf, Slot) else leaf
 
         args, kwargs = tree_map(fill, list(self.args)), tree_map(fill, dict(self.kwargs))
-        with self.mode.apply():
-            result = self.call(args, kwargs)
+        result = self.call(args, kwargs)
         leaves = [leaf for _, leaf in tree_leaves(result)]
         made = tuple(leaves[index] for index in self.fresh if index < len(leaves))
         if tuple(map(_look_of, made)) != self.looks:
@@ -167,8 +163,7 @@ class CallLog:
         template = _template(result, places, numbers, name)
         looks = tuple(_look_of(leaves[index]) for index in fresh)
         device = str(leaves[fresh[0]].device) if fresh else self._device_type
-        mode = ExecMode.current(self._device_type)
-        self.calls.append(OpaqueCall(name, call, *stripped, mode, template, fresh, looks, device))
+        self.calls.append(OpaqueCall(name, call, *stripped, template, fresh, looks, device))
 
     def __enter__(self) -> CallLog:
         active.builder = self

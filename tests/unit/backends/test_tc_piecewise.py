@@ -95,6 +95,12 @@ def in_place(x: Tensor) -> Tensor:
     return same + flipped + out
 
 
+def shape_known_before(x: Tensor) -> Tensor:
+    shape = (x * 2).size()
+    y = read(x.new_ones(shape) + x)
+    return y + x.new_ones(shape).cumsum(0) * shape[0]
+
+
 def declared(x: Tensor) -> Tensor:
     return x * constant(torch.full((), 3.0, device=x.device)) + read(x)
 
@@ -102,6 +108,7 @@ def declared(x: Tensor) -> Tensor:
 CASES: dict[str, Callable[[torch.device], tuple[Callable[[Tensor], Any], int]]] = {
     "containers": lambda device: (containers, 3),
     "in_place": lambda device: (in_place, 2),
+    "shape_known_before": lambda device: (shape_known_before, 1),
     "declared": lambda device: (declared, 1),
     "methods_and_modules": lambda device: (_marked_module(device), 2),
 }
@@ -136,7 +143,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 def test_sizes_share_a_trace_whatever_marked_calls_make(family: PlanFamily, device: torch.device) -> None:
     module = Marked().to(device).requires_grad_(False)
     backend = make_backend("tc_piecewise", family)
-    inputs = {size: torch.randn(size, 3, device=device) for size in (9, 6, 4)}
+    # The first is as long as it is wide, which means nothing.
+    inputs = {size: torch.randn(size, 3, device=device) for size in (3, 9, 4)}
 
     def capture(x: Tensor) -> None:
         backend.capture(ShapeKey("toy", x.shape[0]), lambda: module(x))
@@ -149,7 +157,8 @@ def test_sizes_share_a_trace_whatever_marked_calls_make(family: PlanFamily, devi
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_modes_that_the_forward_enters_hold_in_its_breaks(device: torch.device) -> None:
+@pytest.mark.parametrize("name", ["tc_piecewise", "tc_piecewise_inductor"])
+def test_modes_that_the_forward_enters_hold_in_its_breaks(name: str, device: torch.device) -> None:
     seen: list[tuple[bool, bool]] = []
 
     @eager_on_graph
@@ -165,13 +174,13 @@ def test_modes_that_the_forward_enters_hold_in_its_breaks(device: torch.device) 
         return look(y) @ x
 
     x = torch.randn(3, 3, device=device)
-    with breakgraph.capture(forward, x, backend="tc_piecewise") as graph:
+    with breakgraph.capture(forward, x, backend=name) as graph:
         for _ in range(2):
             seen.clear()
             x.normal_()
             got, during = graph.replay().clone(), list(seen)
             seen.clear()
-            assert torch.equal(got, forward(x))
+            torch.testing.assert_close(got, forward(x))
             assert during == seen == [(True, True), (False, False), (True, False)]
 
 
@@ -228,6 +237,17 @@ def test_a_host_read_between_marked_calls_is_refused_by_the_scan_or_made_a_break
         for value in (x.clone(), -x.clone()):
             x.copy_(value)
             assert torch.equal(graph.replay(), model(x))
+
+
+def test_a_context_that_inductor_cannot_be_told_of_is_refused(device: torch.device) -> None:
+    def forward(x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            y = read(x) + 1
+        return y * x
+
+    x = torch.randn(3, 3, device=device)
+    with pytest.raises(CaptureError, match="a context is entered in the forward and left behind a marked call"):
+        breakgraph.capture(forward, x, backend="tc_piecewise_inductor")
 
 
 def test_a_result_that_traced_code_cannot_be_given_is_refused(device: torch.device) -> None:
