@@ -108,7 +108,7 @@ def test_f31_any_grad_mode_at_capture_and_at_replay(device: torch.device, captur
 @pytest.mark.parametrize(
     ("read", "named"),
     [
-        (lambda x: x.sum().item(), "_local_scalar_dense"),
+        (lambda x: x * x.sum().item(), "_local_scalar_dense"),
         (lambda x: x.tolist(), "tolist"),
         (lambda x: x[x > 0], "index|nonzero"),
         (lambda x: x.cpu(), "cpu|copy|to"),

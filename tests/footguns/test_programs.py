@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
+import torch._dynamo
 from hypothesis import strategies as st
 
 from footguns.checker import differences
@@ -31,4 +32,11 @@ def programs(draw: st.DrawFn) -> Program:
 @hypothesis.settings(max_examples=250, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(one=programs(), other=programs())
 def test_two_programs_take_turns_in_one_pool(device: torch.device, one: Program, other: Program) -> None:
+    assert differences([one, other], device) == [], f"\n{one}\n{other}"
+
+
+@hypothesis.settings(max_examples=8, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(one=programs(), other=programs())
+def test_traced_programs_take_turns_in_one_pool(device: torch.device, one: Program, other: Program) -> None:
+    torch._dynamo.reset()
     assert differences([one, other], device) == [], f"\n{one}\n{other}"

@@ -20,6 +20,7 @@ KEY_LINES = {
     ),
     "generate_text.py": ("captured answers equal eager ones: yes",),
     "plain_module.py": ("replay equals model(x): yes",),
+    "refused_by_tracing.py": ("breakable: 2 segments, 1 break, as eager: yes",),
     "two_buckets.py": (
         "borrow: 5 rows ran in bucket 8, 1 row in bucket 2; first answer after the second: overwritten",
         "copy: 5 rows ran in bucket 8, 1 row in bucket 2; first answer after the second: still there",

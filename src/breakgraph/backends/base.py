@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Tree = Any
 """A tensor, a constant, or a container of trees."""
+CompileForward = Callable[[Callable[[], None]], Callable[[], Tree]]
+"""See :meth:`PlanFamily.capture`."""
 
 
 class Backend(ABC):
@@ -135,7 +137,7 @@ class PlanBackend(Backend):
             compiler=self._compiler(key, forward),
         )
 
-    def _compiler(self, key: ShapeKey, forward: Callable[[], Tree]) -> Callable[[], Callable[[], Tree]] | None:
+    def _compiler(self, key: ShapeKey, forward: Callable[[], Tree]) -> CompileForward | None:
         """What gives, after the warm-up, what is captured in the place of ``forward``; None: nothing does."""
         return None
 

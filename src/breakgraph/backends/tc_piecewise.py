@@ -12,6 +12,7 @@ import re
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -19,11 +20,12 @@ import torch
 from breakgraph.backends.base import PlanBackend, Tree
 from breakgraph.backends.tc_piecewise_graph import Compile, PieceGraph
 from breakgraph.errors import CaptureError, UntraceableError
-from breakgraph.graph.refusals import is_user_file
+from breakgraph.graph.refusals import innermost_line
 from breakgraph.graph.tracing import CallLog, Slot, traced_results, whole_trace
 from breakgraph.graph.tree import tree_map
 
 if TYPE_CHECKING:
+    from breakgraph.backends.base import CompileForward
     from breakgraph.graph import PlanFamily, ShapeKey
 
 Compiler = Literal["eager", "inductor"]
@@ -41,13 +43,13 @@ class TcPiecewiseBackend(PlanBackend):
 
     def __init__(self, family: PlanFamily) -> None:
         super().__init__(family)
-        self._tracer = _Tracer(self.compiler)
+        self._tracer = Tracer(self.compiler)
 
-    def _compiler(self, key: ShapeKey, forward: Callable[[], Tree]) -> Callable[[], Callable[[], Tree]]:
-        return lambda: self._compiled(key, forward)
+    def _compiled(self, key: ShapeKey, forward: Callable[[], Tree], restore: Callable[[], None]) -> Callable[[], Tree]:
+        return self._tracer.compiled(forward, self.family.device.torch_device.type, restore)
 
-    def _compiled(self, key: ShapeKey, forward: Callable[[], Tree]) -> Callable[[], Tree]:
-        return self._tracer.compiled(forward, self.family.device.torch_device.type)
+    def _compiler(self, key: ShapeKey, forward: Callable[[], Tree]) -> CompileForward:
+        return partial(self._compiled, key, forward)
 
 
 class TcPiecewiseInductorBackend(TcPiecewiseBackend):
@@ -60,8 +62,8 @@ class TcPiecewiseInductorBackend(TcPiecewiseBackend):
         super().__init__(family)
         self._uncaptured: dict[ShapeKey, Callable[[], Tree]] = {}
 
-    def _compiled(self, key: ShapeKey, forward: Callable[[], Tree]) -> Callable[[], Tree]:
-        made = super()._compiled(key, forward)
+    def _compiled(self, key: ShapeKey, forward: Callable[[], Tree], restore: Callable[[], None]) -> Callable[[], Tree]:
+        made = super()._compiled(key, forward, restore)
         self._uncaptured[key] = made
         return made
 
@@ -73,7 +75,7 @@ class TcPiecewiseInductorBackend(TcPiecewiseBackend):
         self._uncaptured.pop(key, None)
 
 
-class _Tracer:
+class Tracer:
     """The compiled code of one backend. Dynamo keeps what it compiled with a code object: this has one of its own."""
 
     def __init__(self, compiler: Compiler) -> None:
@@ -84,10 +86,13 @@ class _Tracer:
         self._call: Any = types.FunctionType(code, {"__builtins__": builtins, "__name__": __name__}, "_call")
         self._compiled: Any = None
 
-    def compiled(self, forward: Callable[[], Tree], device_type: str) -> Callable[[], Tree]:
+    def compiled(
+        self, forward: Callable[[], Tree], device_type: str, restore: Callable[[], None]
+    ) -> Callable[[], Tree]:  # fmt: skip
         """What does the same as ``forward``, on the same tensors, in pieces.
 
-        Runs the forward once as it is and once in pieces, which compiles them and loads their kernels.
+        Runs the forward once as it is and once in pieces, which compiles them and loads their kernels; ``restore`` is
+        called between.
 
         Raises:
             UntraceableError: Dynamo cannot trace it.
@@ -99,6 +104,7 @@ class _Tracer:
             self._log = CallLog(device_type)
             with self._log:
                 forward()
+            restore()
             traced_results(self._log.calls)
             self._last = None
             if self._compiled is None:
@@ -140,20 +146,9 @@ class _Run:
 
     def with_results(self, result: Tree) -> Callable[[], Tree]:
         """The same call, giving a tree like ``result``, which was made of this one's outputs."""
-        numbers = {id(value): i for i, value in enumerate(self._outputs)}
-        kept = {id(value) for value in self._inputs}
-
-        def slot(leaf: Any, path: str) -> Any:
-            if not isinstance(leaf, torch.Tensor) or (id(leaf) in kept and id(leaf) not in numbers):
-                return leaf
-            if id(leaf) not in numbers:
-                raise CaptureError(
-                    f"{path} is no output of the traced graph; return tensors that the forward computes, or use "
-                    "backend 'breakable', which traces nothing"
-                )
-            return Slot(numbers[id(leaf)])
-
-        tree = tree_map(slot, result, "output")
+        numbers = {id(value): i for i, value in enumerate(self._outputs) if isinstance(value, torch.Tensor)}
+        # A tensor that the graph did not give was there before: Dynamo took it from where it lies.
+        tree = tree_map(lambda leaf, _: Slot(numbers[id(leaf)]) if id(leaf) in numbers else leaf, result)
         self._outputs = ()
         pieces, inputs, calls = self._pieces, self._inputs, self._log.calls
 
@@ -201,6 +196,8 @@ def _explained(error: Exception) -> CaptureError:
 
     if isinstance(error, BackendCompilerFailed):
         inner = error.inner_exception if hasattr(error, "inner_exception") else error
+        if isinstance(inner, CaptureError):
+            return inner
         first = str(inner).strip().split("\n")[0]
         return CaptureError(
             f"a piece of the forward cannot be compiled: {type(inner).__name__}: {first}; use backend 'breakable', "
@@ -222,7 +219,4 @@ def _source_line(error: Exception) -> str:
     """``file:line in function`` of the innermost frame of the user's code that Dynamo was in."""
     frames = [(frame.filename, frame.lineno, frame.name) for frame in getattr(error, "real_stack", None) or ()]
     frames = frames or re.findall(r'File "(.+?)", line (\d+), in (\S+)', str(error))
-    for filename, line, name in reversed(frames):
-        if is_user_file(filename):
-            return f"{filename}:{line} in {name}"
-    return "unknown source line"
+    return innermost_line(frames)

@@ -11,6 +11,7 @@ from torch import fx
 
 from breakgraph.errors import CaptureError
 from breakgraph.graph.compiled import run_piece
+from breakgraph.graph.refusals import traced_code
 from breakgraph.graph.tracing import OpaqueCall, is_opaque
 
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -44,10 +45,9 @@ class PieceGraph:
         if any(is_opaque(node.target) for node in module.graph.nodes):
             self._opaque[name] = len(self._opaque)
         elif compile_piece is None or not _computes(module.graph):
-            self._pieces[name] = module.forward
+            self._pieces[name] = lambda *args: _PieceRun(module).run(*args)
         else:
-            examples = [node.meta[_VALUE] for node in module.graph.nodes if node.op == "placeholder"]
-            compiled = compile_piece(module, examples)
+            compiled = compile_piece(module, _examples(module.graph))
             self._pieces[name] = lambda *args: run_piece(compiled, args)
 
     @property
@@ -76,8 +76,6 @@ class PieceGraph:
 class _Run(fx.Interpreter):
     """Lets go of each value after its last use, as the forward does."""
 
-    extra_traceback = False
-
     def __init__(
         self,
         top: fx.GraphModule,
@@ -97,6 +95,21 @@ class _Run(fx.Interpreter):
         return _OpaqueRun(self.fetch_attr(target), self._calls[self._opaque[target]]).run(*args)
 
 
+class _PieceRun(fx.Interpreter):
+    """Operator by operator, each with the line that it comes from."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.extra_traceback = False
+
+    def run_node(self, n: fx.Node) -> Any:
+        traced_code.stack = n.stack_trace
+        try:
+            return super().run_node(n)
+        finally:
+            traced_code.stack = None
+
+
 class _OpaqueRun(fx.Interpreter):
     """The part of the graph that holds one opaque call and what is taken out of its result."""
 
@@ -106,7 +119,7 @@ class _OpaqueRun(fx.Interpreter):
         self._call = call
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._call.run(args[2]) if is_opaque(target) else target(*args, **kwargs)
+        return self._call.run(args[3]) if is_opaque(target) else target(*args, **kwargs)
 
 
 def _parts(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -156,6 +169,19 @@ def _item(graph: fx.Graph, node: fx.Node, index: int, value: Any) -> fx.Node:
     made = graph.call_function(operator.getitem, (node, index))
     made.meta[_VALUE] = value
     return made
+
+
+def _examples(graph: fx.Graph) -> list[Any]:
+    """Fake values of a piece's inputs."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    unknown = [node.name for node in inputs if _VALUE not in node.meta]
+    if unknown:
+        raise CaptureError(
+            f"a piece of the forward takes {', '.join(unknown)}, which is no tensor and no number: a context is "
+            "entered in the forward and left behind a marked call; enter it around the whole forward, or use backend "
+            "'breakable'"
+        )
+    return [node.meta[_VALUE] for node in inputs]
 
 
 def _computes(graph: fx.Graph) -> bool:

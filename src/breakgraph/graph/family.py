@@ -121,7 +121,7 @@ class PlanFamily:
         outputs: OutputPolicy = "borrow",
         on_hazard: OnHazard | None = None,
         version: Callable[[], object] | None = None,
-        compiler: Callable[[], Callable[[], Tree]] | None = None,
+        compiler: Callable[[Callable[[], None]], Callable[[], Tree]] | None = None,
     ) -> Plan:
         """Capture ``fn``.
 
@@ -141,7 +141,7 @@ class PlanFamily:
                 break ("break"), or warn ("warn"). None: no such run; the first one met is refused while capturing.
             version: Called now and at every replay, which raises when the value differs: for state that is not on
                 modules, such as the number of the adapter whose weights were folded in.
-            compiler: Called after the warm-up, gives what is captured in the place of ``fn``.
+            compiler: Called after the warm-up with what puts state back; gives what is captured in the place of ``fn``.
 
         Raises:
             HazardError: see ``on_hazard``.
@@ -343,13 +343,15 @@ class PlanFamily:
 
 
 def _compiled(
-    fn: Callable[[], Tree], compiler: Callable[[], Callable[[], Tree]] | None, restore: Callable[[], None]
+    fn: Callable[[], Tree],
+    compiler: Callable[[Callable[[], None]], Callable[[], Tree]] | None,
+    restore: Callable[[], None],
 ) -> tuple[Callable[[], Tree], float]:
     """What is captured, and the seconds that it took to make it."""
     if compiler is None:
         return fn, 0.0
     begun = time.perf_counter()
-    captured = compiler()
+    captured = compiler(restore)
     restore()
     return captured, time.perf_counter() - begun
 

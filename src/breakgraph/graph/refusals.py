@@ -7,6 +7,8 @@ process able to capture and names the line.
 
 from __future__ import annotations
 
+import re
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,11 +31,26 @@ def is_user_file(filename: str) -> bool:
     return not filename.startswith((_OWN_FOLDER, _TORCH_FOLDER, "<"))
 
 
+class _TracedCode(threading.local):
+    stack: str | None = None
+
+
+traced_code = _TracedCode()
+"""Of the traced operator that this thread runs: the stack that it had when it was traced, as text."""
+
+
 def source_line(*skipped: str) -> str:
     """``file:line in function`` of the innermost frame outside torch, this folder and those ``skipped``."""
-    for frame in reversed(traceback.extract_stack()):
-        if is_user_file(frame.filename) and not (skipped and frame.filename.startswith(skipped)):
-            return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    if traced_code.stack is not None:
+        return innermost_line(re.findall(r'File "(.+?)", line (\d+), in (\S+)', traced_code.stack), *skipped)
+    return innermost_line([(f.filename, f.lineno, f.name) for f in traceback.extract_stack()], *skipped)
+
+
+def innermost_line(frames: Sequence[tuple[str, object, str]], *skipped: str) -> str:
+    """The same for frames as file, line and function, outermost first."""
+    for filename, line, name in reversed(frames):
+        if is_user_file(filename) and not (skipped and filename.startswith(skipped)):
+            return f"{filename}:{line} in {name}"
     return "unknown source line"
 
 

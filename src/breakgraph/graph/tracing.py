@@ -21,7 +21,6 @@ from breakgraph.errors import CaptureError, UntraceableError
 from breakgraph.graph import declared, eager_break
 from breakgraph.graph.boundary import geometry
 from breakgraph.graph.eager_break import BreakSpec, active, run_plain
-from breakgraph.graph.modes import ExecMode
 from breakgraph.graph.tree import Tree, describe, is_constant, tree_leaves, tree_map
 
 Template = tuple[Any, ...]
@@ -43,21 +42,27 @@ class OpaqueCall:
 
     Attributes:
         name: For errors.
-        call: Takes the arguments.
-        args, kwargs: Slots in the place of their tensors.
-        mode: Modes that it runs under.
-        result: What was returned, and shapes of the fresh tensors in it.
-        fresh: Slots of the fresh tensors, numbers of leaves of the result.
+        call: Takes the arguments; None where nothing is to be run.
+        args: Positional ones, slots in the place of their tensors.
+        kwargs: The others, likewise.
+        result: What was returned.
+        fresh: Which leaves of that are tensors that were not given.
+        looks: Shape, strides and dtype of those.
+        device: Where they are.
     """
 
     name: str
     call: Callable[[Sequence[Any], dict[str, Any]], Tree] | None
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    mode: ExecMode
     result: Template
     fresh: tuple[int, ...]
-    shapes: tuple[Template, ...]
+    looks: tuple[Template, ...]
+    device: str
+
+    def samples(self) -> list[torch.Tensor]:
+        """Tensors without memory that look like the fresh ones."""
+        return [torch.empty_strided(*look[:2], dtype=look[2], device="meta") for look in self.looks]
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Make the call on these tensors; the fresh ones of its result.
@@ -72,11 +77,10 @@ class OpaqueCall:
             return tensors[leaf.index] if isinstance(leaf, Slot) else leaf
 
         args, kwargs = tree_map(fill, list(self.args)), tree_map(fill, dict(self.kwargs))
-        with self.mode.apply():
-            result = self.call(args, kwargs)
+        result = self.call(args, kwargs)
         leaves = [leaf for _, leaf in tree_leaves(result)]
         made = tuple(leaves[index] for index in self.fresh if index < len(leaves))
-        if tuple(map(_shape_of, made)) != self.shapes:
+        if tuple(map(_look_of, made)) != self.looks:
             raise CaptureError(
                 f"{self.name} returned {', '.join(map(describe, made)) or 'no tensor'}, which is not what it returned "
                 "before the forward was traced; a captured function must do the same at every call"
@@ -157,9 +161,9 @@ class CallLog:
         fresh = tuple(i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor) and geometry(v) not in places)
         numbers = iter(range(len(fresh)))
         template = _template(result, places, numbers, name)
-        shapes = tuple(_shape_of(leaves[index]) for index in fresh)
-        mode = ExecMode.current(self._device_type)
-        self.calls.append(OpaqueCall(name, call, *stripped, mode, template, fresh, shapes))
+        looks = tuple(_look_of(leaves[index]) for index in fresh)
+        device = str(leaves[fresh[0]].device) if fresh else self._device_type
+        self.calls.append(OpaqueCall(name, call, *stripped, template, fresh, looks, device))
 
     def __enter__(self) -> CallLog:
         active.builder = self
@@ -184,10 +188,8 @@ def find_tensors(node: Tree, found: list[torch.Tensor]) -> None:
             find_tensors(getattr(node, field.name), found)
 
 
-def _shape_of(tensor: torch.Tensor) -> Template:
-    """Shape, strides (None: contiguous), dtype and device."""
-    strides = None if tensor.is_contiguous() else tuple(tensor.stride())
-    return (tuple(tensor.shape), strides, tensor.dtype, str(tensor.device))
+def _look_of(tensor: torch.Tensor) -> Template:
+    return (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 def _template(node: Tree, places: Mapping[Any, int], numbers: Iterator[int], name: str) -> Template:
@@ -237,20 +239,22 @@ class _Trace:
 
     def __init__(self) -> None:
         self.is_on = False
-        self.results: list[tuple[str, Template, tuple[Template, ...]]] = []
+        self.results: list[tuple[str, Template, str, list[torch.Tensor]]] = []
 
 
 _trace = _Trace()
 
 
-def _opaque(name: str, shapes: Sequence[Template], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """What Dynamo puts into its graph for a call. It runs this on fake tensors only."""
-    return tuple(
-        torch.empty(shape, dtype=dtype, device=device)
-        if strides is None
-        else torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        for shape, strides, dtype, device in shapes
-    )
+def _opaque(
+    name: str, device: str, samples: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """What Dynamo puts into its graph for a call. It runs this on fake tensors only.
+
+    Args:
+        samples: Tensors without memory that look like the fresh results. Dynamo takes their sizes for unknown ones, and
+            finds out which of them have to be those of other tensors.
+    """
+    return tuple(torch.empty_strided(s.size(), s.stride(), dtype=s.dtype, device=device) for s in samples)
 
 
 def is_opaque(target: object) -> bool:
@@ -265,16 +269,16 @@ def _traced(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tree:
     find_tensors(kwargs, given)
     if not _trace.results:
         raise RuntimeError("more marked calls while the forward is traced than when it ran")
-    expected, template, shapes = _trace.results.pop(0)
+    expected, template, device, samples = _trace.results.pop(0)
     if expected != name:
         raise RuntimeError("other marked calls while the forward is traced than when it ran")
-    return _built(template, given, _opaque(name, shapes, given))
+    return _built(template, given, _opaque(name, device, samples, given))
 
 
 def traced_results(calls: Sequence[OpaqueCall]) -> None:
     """Tell the trace that begins now what the calls in it return."""
     _trace.is_on = True
-    _trace.results = [(call.name, call.result, call.shapes) for call in calls]
+    _trace.results = [(call.name, call.result, call.device, call.samples()) for call in calls]
 
 
 _eager_call = eager_break._call

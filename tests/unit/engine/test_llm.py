@@ -74,6 +74,7 @@ def test_more_requests_than_fit_one_step(idle: LLM, reference: Reference) -> Non
         ("breakable", "debug_eager"),
         ("full", "full"),
         ("auto", "auto"),
+        ("tc_piecewise", "tc_piecewise"),
     ],
 )
 def test_every_backend_gives_the_same_tokens(
@@ -96,6 +97,13 @@ def test_fused_layers_give_the_same_tokens(
     with LLM(str(llama_folder), device=str(device), **SMALL, fusion="inductor") as llm:
         assert token_ids(llm, prompts) == [reference(prompt, 10) for prompt in prompts]
         assert all(not runner["num_eager_steps_by_reason"] for runner in llm.stats()["runners"].values())
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_fused_layers_are_refused_where_the_forward_is_traced(llama_folder: Path, phase: str) -> None:
+    options = {"fusion": "inductor", f"{phase}_backend": "tc_piecewise"}
+    with pytest.raises(ConfigError, match=r"backend 'tc_piecewise' traces the whole forward.*use fusion='none'"):
+        LLM(str(llama_folder), device="cpu", **SMALL, **options)
 
 
 def test_more_requests_than_slots_run_eagerly_with_the_same_tokens(
