@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,7 +20,8 @@ from breakgraph.engine.request import Request
 from breakgraph.engine.sampler import TokenLogprobs
 from breakgraph.engine.sampling import SamplingParams
 from breakgraph.errors import ConfigError, PromptTooLongError
-from breakgraph.server.errors import ApiError, request_timeout
+from breakgraph.server.deadline import Deadline
+from breakgraph.server.errors import ApiError
 from breakgraph.server.metrics import Metrics
 
 T = TypeVar("T")
@@ -52,6 +52,8 @@ class AsyncEngine:
         self._max_chars_per_token = max(map(len, self.tokenizer.get_vocab()), default=1)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: dict[str, asyncio.Queue[TokenEvent]] = {}
+        self._num_compiling = 0
+        """Answers that wait for their grammars; there must be room for them, too."""
 
     @property
     def capacity(self) -> int:
@@ -108,9 +110,18 @@ class AsyncEngine:
     async def decode(self, token_ids: Sequence[int]) -> str:
         return await self._in_tokenizer_thread(lambda: str(self.tokenizer.decode(list(token_ids))))
 
-    async def compile(self, params: GuidedDecodingParams) -> Grammar:
-        """A grammar; while somebody holds it, requests with it start at once. Raises ConfigError, see there."""
-        return await asyncio.get_running_loop().run_in_executor(self._compiling, self.engine.grammars.compile, params)
+    async def compile(self, params: GuidedDecodingParams, num_answers: int) -> Grammar:
+        """A grammar for so many answers; while somebody holds it, requests with it start at once.
+
+        Raises QueueFullError before anything is compiled, ConfigError as GrammarCompiler.
+        """
+        self._thread.check_room(self._num_compiling + num_answers)
+        loop, compile_grammar = asyncio.get_running_loop(), self.engine.grammars.compile
+        self._num_compiling += num_answers
+        try:
+            return await loop.run_in_executor(self._compiling, compile_grammar, params)
+        finally:
+            self._num_compiling -= num_answers
 
     async def _in_tokenizer_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
@@ -212,7 +223,7 @@ class Generation:
         params: of every answer; n is not looked at.
         num_answers: to each prompt.
         stop_strings: each ends the answer that it appears in.
-        timeout_sec: from now on, for all answers together.
+        deadline: of all answers together.
 
     Raises:
         QueueFullError, PromptError: nothing was queued.
@@ -226,12 +237,11 @@ class Generation:
         *,
         num_answers: int,
         stop_strings: Sequence[str],
-        timeout_sec: float,
+        deadline: Deadline,
     ) -> None:
         self.prompts = prompts
         self._engine = engine
-        self._timeout_sec = timeout_sec
-        self._deadline = time.monotonic() + timeout_sec
+        self._deadline = deadline
         make_request = engine.engine.make_request
         requests = [
             make_request(prompt.token_ids, params, index=index, with_text=False)
@@ -277,7 +287,7 @@ class Generation:
         """Until all answers have ended. What came in while nobody looked is one delta an answer, so that a server that
         cannot keep up sends fewer parts instead of older ones.
 
-        Raises ApiError 408 after the timeout, and what made the engine drop an answer.
+        Raises ApiError 408 after the deadline, and what made the engine drop an answer.
         """
         while any(answer.finish_reason is None for answer in self._answers):
             merged: dict[int, Delta] = {}
@@ -315,11 +325,8 @@ class Generation:
 
     async def _next_events(self) -> list[TokenEvent]:
         """One at least, and all that are there."""
-        try:
-            async with asyncio.timeout(self._deadline - time.monotonic()):
-                events = [await self._events.get()]
-        except TimeoutError:
-            raise request_timeout(self._timeout_sec) from None
+        async with self._deadline.kept():
+            events = [await self._events.get()]
         while not self._events.empty():
             events.append(self._events.get_nowait())
         return events
