@@ -212,6 +212,40 @@ class _Answer:
         return Delta(index, text, tokens, self.finish_reason, prompt)
 
 
+class _PromptTokens:
+    """Gives the log probabilities of a prompt, computed for its first answer, to the others, which wait for them."""
+
+    def __init__(self, num_answers: int) -> None:
+        self._num_answers = num_answers
+        self._found: dict[int, list[TokenLogprobs | None]] = {}
+        self._held: dict[int, Delta] = {}
+        self._begun: set[int] = set()
+
+    def pass_on(self, delta: Delta) -> list[Delta]:
+        """The deltas that may go out now."""
+        group, number = divmod(delta.index, self._num_answers)
+        if number == 0:
+            if not delta.prompt_tokens:
+                return [delta]
+            self._found[group] = list(delta.prompt_tokens)
+            waiting = [index for index in self._held if index // self._num_answers == group]
+            return [delta, *(self._begin(self._held.pop(index)) for index in waiting)]
+        if delta.index in self._begun:
+            return [delta]
+        if group in self._found:
+            return [self._begin(delta)]
+        if delta.index in self._held:
+            self._held[delta.index].append(delta)
+        else:
+            self._held[delta.index] = delta
+        return []
+
+    def _begin(self, delta: Delta) -> Delta:
+        self._begun.add(delta.index)
+        delta.prompt_tokens = list(self._found[delta.index // self._num_answers])
+        return delta
+
+
 class Generation:
     """The n answers to each of some prompts, as an asynchronous context manager that aborts what is left at its end.
 
@@ -254,6 +288,7 @@ class Generation:
         ]
         self._index_of = {request.request_id: index for index, request in enumerate(requests)}
         self._num_answers_per_prompt = num_answers
+        self._prompt_tokens = None if params.prompt_logprobs is None else _PromptTokens(num_answers)
         self._events = engine.submit(requests)
         self._timings = [engine.metrics.start_answer() for _ in requests]
 
@@ -298,14 +333,20 @@ class Generation:
                 except Exception as error:
                     failure = error
                     break
-                if delta is not None and delta.index in merged:
-                    merged[delta.index].append(delta)
-                elif delta is not None:
-                    merged[delta.index] = delta
+                for ready in self._ready(delta):
+                    if ready.index in merged:
+                        merged[ready.index].append(ready)
+                    else:
+                        merged[ready.index] = ready
             for delta in merged.values():
                 yield delta
             if failure is not None:
                 raise failure
+
+    def _ready(self, delta: Delta | None) -> list[Delta]:
+        if delta is None:
+            return []
+        return [delta] if self._prompt_tokens is None else self._prompt_tokens.pass_on(delta)
 
     def _take(self, event: TokenEvent) -> Delta | None:
         """None for what a step made beside the end of an answer. Raises what ended the answer."""
