@@ -28,7 +28,7 @@ class GuidedDecodingParams:
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
-    """What the whole answer must match. No look-around, back-references or word boundaries."""
+    """What the whole answer must match; 512 characters at most, no look-around, back-references or word boundaries."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("json", "json_object", "regex") if getattr(self, name) not in (None, False)]
