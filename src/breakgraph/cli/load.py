@@ -7,7 +7,9 @@ import dataclasses
 import json
 import os
 from importlib.util import find_spec
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from breakgraph.cli import engine_options as options
 from breakgraph.cli.serve import KEY_VARIABLE
@@ -33,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
     for field in dataclasses.fields(Load):
         options.add_flag(parser, field, field.default)
     parser.add_argument("--api-key", help=f"what the server wants as bearer token (or set {KEY_VARIABLE})")
-    parser.add_argument("--out", metavar="FILE", help="also write a result file")
+    parser.add_argument("--out", metavar="FILE", help="also write a result file; on the server's machine only")
     parser.add_argument("--json", action="store_true", help="print one JSON object: the load and its summary")
 
 
@@ -47,13 +49,44 @@ def run(args: argparse.Namespace) -> int:
     from breakgraph.server.load import Load
 
     load = Load(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Load)})
-    found = asyncio.run(run_load(load, args.api_key or os.environ.get(KEY_VARIABLE) or None))
+    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    if args.out is None:
+        found = asyncio.run(run_load(load, key))
+    else:
+        check_is_here(load.url)
+        found = asyncio.run(run_load(load, key, check_device_is_here))
+    print(json.dumps({"load": dataclasses.asdict(load), **found}) if args.json else render(found))
     if args.out is not None:
         from breakgraph.bench.result import write_result
 
         write_result(args.out, as_result(load, found))
-    print(json.dumps({"load": dataclasses.asdict(load), **found}) if args.json else render(found))
     return EXIT_FAILED if found["num_failed_by_reason"] else 0
+
+
+def check_is_here(url: str) -> None:
+    """Raises ConfigError for a server on another machine: a result file has the facts of this one."""
+    host = urlsplit(url).hostname or ""
+    try:
+        is_loopback = host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback:
+        raise ConfigError(
+            f"--out records this machine's device, and {url} is not on it; run load on the server's machine with "
+            "--url http://127.0.0.1:PORT, or use --json"
+        )
+
+
+def check_device_is_here(device: str) -> None:
+    """Raises ConfigError when this process cannot see the server's device, whose name a result file has."""
+    import torch
+
+    asked = torch.device(device)
+    if asked.type != "cpu" and (asked.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--out records the device, and the server's {device} cannot be seen from here; run load where the server "
+            "runs, with its torch and its CUDA_VISIBLE_DEVICES, or use --json"
+        )
 
 
 def as_result(load: Any, found: dict[str, Any]) -> Result:

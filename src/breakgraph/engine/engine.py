@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -157,7 +158,7 @@ class Engine:
             prompt_token_ids: the prompt.
             params: how to answer. Each of the n answers is a request of its own.
             prompt: the text that the prompt was made from, if any.
-            index: which of the n answers; a seed is raised by it.
+            index: which of the n answers; a seed is raised by it, and only the first has `prompt_logprobs`.
             with_text: whether the request makes text of its tokens; without, it has token ids only.
 
         Raises EmptyPromptError, PromptTooLongError, RequestTooLargeError, PromptError (a token id that the model does
@@ -168,6 +169,8 @@ class Engine:
         if params.stop_strings and self.tokenizer is None:
             raise ConfigError(f"stop={list(params.stop_strings)} needs a tokenizer, {self.config.model} has none here; "
                               "use stop_token_ids")  # fmt: skip
+        if index > 0 and params.prompt_logprobs is not None:
+            params = dataclasses.replace(params, prompt_logprobs=None)
         max_model_len = self.config.sizes.max_model_len
         tokenizer = self.tokenizer if with_text else None
         request = Request(

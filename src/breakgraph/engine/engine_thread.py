@@ -94,14 +94,18 @@ class EngineThread:
         """
         with self._changed:
             self._check_open()
-            if len(self._live) + len(requests) > self.capacity:
-                raise QueueFullError(
-                    f"{len(self._live)} requests are running or waiting, {self.capacity} may be, and {len(requests)} "
-                    "came; try again later"
-                )
+            self.check_room(len(requests))
             self._live.update((request.request_id, request) for request in requests)
             self._commands.append(lambda engine: self._add(engine, requests))
             self._changed.notify()
+
+    def check_room(self, num_requests: int) -> None:
+        """Raises QueueFullError when there is no room for so many more; there may be none a moment later."""
+        if len(self._live) + num_requests > self.capacity:
+            raise QueueFullError(
+                f"{len(self._live)} requests are running or waiting, {self.capacity} may be, and {num_requests} "
+                "came; try again later"
+            )
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drops requests and frees their blocks before the next step. No event follows; unknown ids are ignored."""

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+from breakgraph.engine.guided_schema import MAX_PATTERN_CHARS, misfits
 from breakgraph.errors import ConfigError
 
-MAX_GRAMMAR_CHARS = 64 << 10
-"""Of a schema as JSON text, or of a regular expression."""
-
-# xgrammar leaves these out without an error: the answer would fit the rest of the schema only.
-_NOT_KEPT = frozenset(
-    {"contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains"}
-    | {"multipleOf", "not", "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"}
-)
-_OF_SCHEMAS = frozenset({"$defs", "definitions", "patternProperties", "properties"})
-"""Keywords that hold schemas by name."""
-_OF_DATA = frozenset({"const", "default", "enum", "example", "examples"})
-"""Keywords that hold values, which may look like schemas."""
+MAX_SCHEMA_CHARS = 64 << 10
+"""Of a schema as JSON text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +28,7 @@ class GuidedDecodingParams:
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
-    """What the whole answer must match. No look-around, back-references or word boundaries."""
+    """What the whole answer must match; 512 characters at most, no look-around, back-references or word boundaries."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("json", "json_object", "regex") if getattr(self, name) not in (None, False)]
@@ -48,8 +40,10 @@ class GuidedDecodingParams:
             raise ConfigError(f"regex must be a string, got {self.regex!r}")
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
-        if len(text := self.schema or self.regex or "") > MAX_GRAMMAR_CHARS:
-            raise ConfigError(f"a schema or regex has {MAX_GRAMMAR_CHARS} characters at most, got {len(text)}")
+        if len(self.schema or "") > MAX_SCHEMA_CHARS:
+            raise ConfigError(f"a schema has {MAX_SCHEMA_CHARS} characters at most, got {len(self.schema or '')}")
+        if len(self.regex or "") > MAX_PATTERN_CHARS:
+            raise ConfigError(f"a regex has {MAX_PATTERN_CHARS} characters at most, got {len(self.regex or '')}")
 
     @property
     def schema(self) -> str | None:
@@ -65,36 +59,12 @@ def _schema_text(given: object) -> str:
         schema = json.loads(given) if isinstance(given, str) else given
         if not isinstance(schema, Mapping):
             raise ConfigError(f"a JSON schema must be an object, got {given!r:.200}")
-        misfits = list(_misfits(schema, "schema"))
+        unkept = list(islice(misfits(schema, "schema"), 5))
         text = json.dumps(schema)
     except (RecursionError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"a JSON schema must be JSON: {error}") from error
-    if misfits:
-        raise ConfigError(f"the JSON schema asks for what cannot be kept: {', '.join(misfits[:5])}; leave it out")
+    if unkept:
+        raise ConfigError(f"the JSON schema asks for what cannot be kept: {'; '.join(unkept)}")
     return text
-
-
-def _misfits(schema: object, path: str) -> Iterator[str]:
-    """Where a schema has keywords that an answer might break."""
-    if isinstance(schema, list):
-        for index, item in enumerate(schema):
-            yield from _misfits(item, f"{path}[{index}]")
-    if not isinstance(schema, Mapping):
-        return
-    for name, value in schema.items():
-        here = f"{path}.{name}"
-        if name in _OF_SCHEMAS and isinstance(value, Mapping):
-            for key, child in value.items():
-                yield from _misfits(child, f"{here}.{key}")
-        elif name in _NOT_KEPT and value is not False:
-            yield here
-        elif name == "$ref" and not str(value).startswith("#"):
-            yield f"{here} to another document"
-        elif name == "allOf" and isinstance(value, list) and len(value) > 1:
-            yield f"{here} of several schemas"
-        elif name not in _OF_DATA:
-            yield from _misfits(value, here)
-    if "pattern" in schema and schema.keys() & {"minLength", "maxLength"}:
-        yield f"{path}.pattern beside a length"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,7 +20,8 @@ from breakgraph.engine.request import Request
 from breakgraph.engine.sampler import TokenLogprobs
 from breakgraph.engine.sampling import SamplingParams
 from breakgraph.errors import ConfigError, PromptTooLongError
-from breakgraph.server.errors import ApiError, request_timeout
+from breakgraph.server.deadline import Deadline
+from breakgraph.server.errors import ApiError
 from breakgraph.server.metrics import Metrics
 
 T = TypeVar("T")
@@ -52,6 +52,8 @@ class AsyncEngine:
         self._max_chars_per_token = max(map(len, self.tokenizer.get_vocab()), default=1)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: dict[str, asyncio.Queue[TokenEvent]] = {}
+        self._num_compiling = 0
+        """Answers that wait for their grammars; there must be room for them, too."""
 
     @property
     def capacity(self) -> int:
@@ -108,9 +110,18 @@ class AsyncEngine:
     async def decode(self, token_ids: Sequence[int]) -> str:
         return await self._in_tokenizer_thread(lambda: str(self.tokenizer.decode(list(token_ids))))
 
-    async def compile(self, params: GuidedDecodingParams) -> Grammar:
-        """A grammar; while somebody holds it, requests with it start at once. Raises ConfigError, see there."""
-        return await asyncio.get_running_loop().run_in_executor(self._compiling, self.engine.grammars.compile, params)
+    async def compile(self, params: GuidedDecodingParams, num_answers: int) -> Grammar:
+        """A grammar for so many answers; while somebody holds it, requests with it start at once.
+
+        Raises QueueFullError before anything is compiled, ConfigError as GrammarCompiler.
+        """
+        self._thread.check_room(self._num_compiling + num_answers)
+        loop, compile_grammar = asyncio.get_running_loop(), self.engine.grammars.compile
+        self._num_compiling += num_answers
+        try:
+            return await loop.run_in_executor(self._compiling, compile_grammar, params)
+        finally:
+            self._num_compiling -= num_answers
 
     async def _in_tokenizer_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
@@ -201,6 +212,40 @@ class _Answer:
         return Delta(index, text, tokens, self.finish_reason, prompt)
 
 
+class _PromptTokens:
+    """Gives the log probabilities of a prompt, computed for its first answer, to the others, which wait for them."""
+
+    def __init__(self, num_answers: int) -> None:
+        self._num_answers = num_answers
+        self._found: dict[int, list[TokenLogprobs | None]] = {}
+        self._held: dict[int, Delta] = {}
+        self._begun: set[int] = set()
+
+    def pass_on(self, delta: Delta) -> list[Delta]:
+        """The deltas that may go out now."""
+        group, number = divmod(delta.index, self._num_answers)
+        if number == 0:
+            if not delta.prompt_tokens:
+                return [delta]
+            self._found[group] = list(delta.prompt_tokens)
+            waiting = [index for index in self._held if index // self._num_answers == group]
+            return [delta, *(self._begin(self._held.pop(index)) for index in waiting)]
+        if delta.index in self._begun:
+            return [delta]
+        if group in self._found:
+            return [self._begin(delta)]
+        if delta.index in self._held:
+            self._held[delta.index].append(delta)
+        else:
+            self._held[delta.index] = delta
+        return []
+
+    def _begin(self, delta: Delta) -> Delta:
+        self._begun.add(delta.index)
+        delta.prompt_tokens = list(self._found[delta.index // self._num_answers])
+        return delta
+
+
 class Generation:
     """The n answers to each of some prompts, as an asynchronous context manager that aborts what is left at its end.
 
@@ -212,7 +257,7 @@ class Generation:
         params: of every answer; n is not looked at.
         num_answers: to each prompt.
         stop_strings: each ends the answer that it appears in.
-        timeout_sec: from now on, for all answers together.
+        deadline: of all answers together.
 
     Raises:
         QueueFullError, PromptError: nothing was queued.
@@ -226,12 +271,11 @@ class Generation:
         *,
         num_answers: int,
         stop_strings: Sequence[str],
-        timeout_sec: float,
+        deadline: Deadline,
     ) -> None:
         self.prompts = prompts
         self._engine = engine
-        self._timeout_sec = timeout_sec
-        self._deadline = time.monotonic() + timeout_sec
+        self._deadline = deadline
         make_request = engine.engine.make_request
         requests = [
             make_request(prompt.token_ids, params, index=index, with_text=False)
@@ -244,6 +288,7 @@ class Generation:
         ]
         self._index_of = {request.request_id: index for index, request in enumerate(requests)}
         self._num_answers_per_prompt = num_answers
+        self._prompt_tokens = None if params.prompt_logprobs is None else _PromptTokens(num_answers)
         self._events = engine.submit(requests)
         self._timings = [engine.metrics.start_answer() for _ in requests]
 
@@ -277,7 +322,7 @@ class Generation:
         """Until all answers have ended. What came in while nobody looked is one delta an answer, so that a server that
         cannot keep up sends fewer parts instead of older ones.
 
-        Raises ApiError 408 after the timeout, and what made the engine drop an answer.
+        Raises ApiError 408 after the deadline, and what made the engine drop an answer.
         """
         while any(answer.finish_reason is None for answer in self._answers):
             merged: dict[int, Delta] = {}
@@ -288,14 +333,20 @@ class Generation:
                 except Exception as error:
                     failure = error
                     break
-                if delta is not None and delta.index in merged:
-                    merged[delta.index].append(delta)
-                elif delta is not None:
-                    merged[delta.index] = delta
+                for ready in self._ready(delta):
+                    if ready.index in merged:
+                        merged[ready.index].append(ready)
+                    else:
+                        merged[ready.index] = ready
             for delta in merged.values():
                 yield delta
             if failure is not None:
                 raise failure
+
+    def _ready(self, delta: Delta | None) -> list[Delta]:
+        if delta is None:
+            return []
+        return [delta] if self._prompt_tokens is None else self._prompt_tokens.pass_on(delta)
 
     def _take(self, event: TokenEvent) -> Delta | None:
         """None for what a step made beside the end of an answer. Raises what ended the answer."""
@@ -315,11 +366,8 @@ class Generation:
 
     async def _next_events(self) -> list[TokenEvent]:
         """One at least, and all that are there."""
-        try:
-            async with asyncio.timeout(self._deadline - time.monotonic()):
-                events = [await self._events.get()]
-        except TimeoutError:
-            raise request_timeout(self._timeout_sec) from None
+        async with self._deadline.kept():
+            events = [await self._events.get()]
         while not self._events.empty():
             events.append(self._events.get_nowait())
         return events

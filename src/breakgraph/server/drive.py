@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -13,8 +14,14 @@ from breakgraph.errors import ConfigError
 from breakgraph.server.load import Load, Trace, answer_lengths, arrival_times, graph_use, make_prompts, summary
 
 
-async def run_load(load: Load, api_key: str | None) -> dict[str, Any]:
-    """Sends it all and returns the summary. Raises ConfigError when the server cannot be asked what it has."""
+async def run_load(
+    load: Load, api_key: str | None, check_device: Callable[[str], None] = lambda device: None
+) -> dict[str, Any]:
+    """Sends it all and returns the summary.
+
+    Raises ConfigError when the server cannot be asked what it has, and what `check_device` raises for the server's
+    device, before anything is sent.
+    """
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     limits = httpx.Limits(max_connections=None)
     try:
@@ -27,6 +34,7 @@ async def run_load(load: Load, api_key: str | None) -> dict[str, Any]:
             before = (await http.get("/v1/graphs")).raise_for_status().json()
         except httpx.HTTPError as error:
             raise ConfigError(f"no answer from {load.url}: {error or type(error).__name__}") from error
+        check_device(before["device"])
         model = models["data"][0]["id"]
         began = time.perf_counter()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 
@@ -15,7 +14,8 @@ from breakgraph.errors import ConfigError
 from breakgraph.server.answering import Envelope, EventStream, answer_whole
 from breakgraph.server.async_engine import AsyncEngine, Generation
 from breakgraph.server.config import ServerConfig
-from breakgraph.server.errors import ApiError, request_timeout
+from breakgraph.server.deadline import Deadline
+from breakgraph.server.errors import ApiError
 from breakgraph.server.forms import ChatForm, CompletionForm, Echo, Form
 from breakgraph.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
@@ -35,12 +35,13 @@ class Service:
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """POST /v1/completions. Raises ApiError, PromptError, QueueFullError."""
+        deadline = Deadline(self.config.request_timeout)
         self.check_model(body.model)
         given = _prompts(body)
         self._check_count(len(given), body.num_answers)
         prompts = [await self._tokenize(prompt) for prompt in given]
         max_tokens = self._max_tokens(prompts, body.max_tokens, _DEFAULT_MAX_TOKENS)
-        grammar = await self._compile(body)
+        grammar = await self._compile(body, len(prompts) * body.num_answers, deadline)
         params = body.sampling_params(max_tokens, body.logprobs)
         echoed: list[Echo] = []
         if body.echo:
@@ -54,20 +55,21 @@ class Service:
             params,
             num_answers=body.num_answers,
             stop_strings=body.stop_strings,
-            timeout_sec=self.config.request_timeout,
+            deadline=deadline,
         )
         del grammar  # the requests hold it now
         return await self._respond(generation, form, body, request)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions. Raises as `complete`."""
+        deadline = Deadline(self.config.request_timeout)
         self.check_model(body.model)
         self._check_count(1, body.num_answers)
         prompt = await self.engine.encode_chat([message.for_template() for message in body.messages])
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         max_tokens = self._max_tokens([prompt], max_tokens, self.max_model_len)
-        grammar = await self._compile(body)
+        grammar = await self._compile(body, body.num_answers, deadline)
         params = body.sampling_params(max_tokens, logprobs)
         form = ChatForm(self.engine.tokenizer, has_logprobs=logprobs is not None)
         generation = Generation(
@@ -76,7 +78,7 @@ class Service:
             params,
             num_answers=body.num_answers,
             stop_strings=body.stop_strings,
-            timeout_sec=self.config.request_timeout,
+            deadline=deadline,
         )
         del grammar  # the requests hold it now
         return await self._respond(generation, form, body, request)
@@ -96,18 +98,16 @@ class Service:
     async def _tokenize(self, prompt: str | list[int]) -> TokenPrompt:
         return await self.engine.encode(prompt) if isinstance(prompt, str) else TokenPrompt(prompt)
 
-    async def _compile(self, body: GenerationRequest) -> Grammar | None:
-        """The form that the body asks for, to be held until the requests are made. Raises ApiError."""
+    async def _compile(self, body: GenerationRequest, num_answers: int, deadline: Deadline) -> Grammar | None:
+        """The form that the body asks for, to be held until the requests are made. Raises ApiError, QueueFullError."""
         try:
             params = body.guided_decoding()
             if params is None:
                 return None
-            async with asyncio.timeout(self.config.request_timeout):
-                return await self.engine.compile(params)
+            async with deadline.kept():
+                return await self.engine.compile(params, num_answers)
         except ConfigError as error:
             raise ApiError(400, str(error), param=body.form_param, code="invalid_value") from error
-        except TimeoutError:
-            raise request_timeout(self.config.request_timeout) from None
 
     def _check_count(self, num_prompts: int, num_answers: int) -> None:
         if num_prompts * num_answers > self.engine.capacity:

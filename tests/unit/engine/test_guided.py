@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from xgrammar import GrammarMatcher
 
 from breakgraph import LLM, GuidedDecodingParams, SamplingParams
 from breakgraph.engine.guided import GrammarCompiler
@@ -166,10 +167,11 @@ def test_masked_rows_get_the_best_token_that_is_allowed() -> None:
         ({"json": {"anyOf": [{}, {"uniqueItems": True}]}}, r"schema\.anyOf\[1\]\.uniqueItems"),
         ({"json": {"$ref": "https://example.com/schema"}}, "to another document"),
         ({"json": {"allOf": [{}, {}]}}, "of several schemas"),
-        ({"json": {"pattern": "a", "maxLength": 3}}, "pattern beside a length"),
+        ({"json": {"type": "string", "pattern": "a", "maxLength": 3}}, "pattern beside a length"),
         ({"json_object": 1}, "must be True or False"),
         ({"regex": 3}, "must be a string"),
-        ({"regex": "a" * 70_000}, "at most, got 70000"),
+        ({"regex": "a" * 600}, "a regex has 512 characters at most, got 600"),
+        ({"json": {"title": "a" * 70_000}}, "a schema has 65536 characters at most, got 70013"),
     ],
 )
 def test_what_cannot_be_asked_for(options: dict[str, Any], message: str) -> None:
@@ -177,8 +179,80 @@ def test_what_cannot_be_asked_for(options: dict[str, Any], message: str) -> None
         GuidedDecodingParams(**options)
 
 
+OBJECT = {"type": "object", "properties": {"a": {}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({**OBJECT, "anyOf": [{"type": "object"}]}, r"schema\.required beside anyOf \(move it into"),
+        ({**OBJECT, "$ref": "#/$defs/a", "$defs": {"a": {}}}, r"schema\.properties beside \$ref"),
+        ({"allOf": [{"type": "integer"}], "minimum": 5}, r"schema\.minimum beside allOf"),
+        ({"oneOf": [{}], "anyOf": [{}]}, r"schema\.oneOf beside anyOf"),
+        ({"type": "object", "required": ["b"]}, r"schema\.required of 'b', which properties does not have \(add it"),
+        ({"items": {"type": "string", "required": True}}, r"schema\.items\.required that is no list"),
+        ({"minimum": 5}, r"schema\.minimum without a type \(add type\)"),
+        ({"pattern": "^x$"}, r"schema\.pattern without a type"),
+        ({"type": [], "properties": {"a": {}}, "minProperties": 1}, r"schema\.minProperties without a type"),
+        ({"propertyNames": {"type": "string"}}, r"schema\.propertyNames without a type"),
+        ({"type": "string", "format": "date", "maxLength": 3}, r"schema\.format beside a length"),
+        ({"type": "string", "format": "date", "pattern": "^x$"}, r"schema\.pattern beside format"),
+        ({"type": "string", "enum": ["a", 1]}, r"schema\.type beside enum \(leave out what does not fit"),
+        ({"type": ["integer", "null"], "const": "x"}, r"schema\.type beside const"),
+        ({"type": "integer", "const": True}, r"schema\.type beside const"),
+        ({"enum": ["a", "bcd"], "maxLength": 1}, r"schema\.maxLength beside enum"),
+        ({"const": 1, "enum": [2]}, r"schema\.enum beside const"),
+        ({"$ref": "#foo"}, r"schema\.\$ref by name \(write it as # or #/"),
+        ({"properties": {}, "unevaluatedProperties": False}, r"schema\.unevaluatedProperties"),
+        ({"properties": {}, "patternProperties": {"a": {}}}, r"schema\.patternProperties beside properties"),
+        ({"type": "object", "patternProperties": {"a+": {}, "a*": {}}}, r"schema\.patternProperties of several"),
+        ({"properties": {}, "propertyNames": {"type": "string"}}, r"schema\.propertyNames beside properties"),
+        ({"type": "string", "pattern": 'a"'}, "pattern with a quote, backslash or control"),
+        ({"type": "string", "pattern": r"a\\b"}, "pattern with a quote, backslash or control"),
+        ({"type": "string", "pattern": r"a\x22"}, "pattern with a quote, backslash or control"),
+        ({"type": "object", "patternProperties": {r"a\n": {}}}, "patternProperties with a quote, backslash or control"),
+        ({"type": "string", "pattern": "a?" * 300}, "pattern of 600 characters"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_of_a_schema_would_be_left_out(schema: dict[str, Any], message: str) -> None:
+    for given, path in ((schema, "schema"), ({"type": "array", "items": schema}, r"schema\.items")):
+        with pytest.raises(ConfigError, match=message.replace("schema", path, 1) if "schema" in message else message):
+            GuidedDecodingParams(json=given)
+
+
+KEPT: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"anyOf": [{"type": "integer"}], "title": "a", "default": "x"}, ["1"], ['"x"']),
+    ({"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"type": "null"}}}, ["null"], ["1"]),
+    ({"type": ["string", "null"], "enum": ["a", None]}, ['"a"', "null"], ['"b"', "1"]),
+    ({"type": "integer", "const": 2.0}, ["2"], ["1"]),
+    ({"type": ["integer", "null"], "minimum": 5}, ["7", "null"], ["1"]),
+    ({"type": ["object", "null"], "properties": {"b": {}}, "required": ["b"]}, ["null", '{"b": 1}'], ["{}"]),
+    ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, ['{"a": 1}'], ["{}", '{"a": "x"}', "1"]),
+    ({"additionalProperties": {"type": "null"}, "minProperties": 1}, ['{"a": null}'], ["{}", '{"a": 1}']),
+    ({"items": {"type": "integer"}, "minItems": 2}, ["[1, 2]"], ["[1]", '["x", "y"]', "{}"]),
+    ({"prefixItems": [{"type": "integer"}], "maxItems": 1}, ["[1]"], ['["x"]', "[1, 2]"]),
+    ({"type": "array", "prefixItems": [{}], "unevaluatedItems": False}, ["[1]"], ["[1, 2]"]),
+    ({"type": "string", "format": "date"}, ['"2020-01-01"'], ['"a"']),
+    ({"type": "string", "pattern": r"^[^\d]\.\u0061$"}, ['"b.a"'], ['"".a"', '"1.a"', '"bxa"']),
+    ({"type": "object", "patternProperties": {"^b$": {"type": "null"}}}, ['{"b": null}'], ['{"b": 1}']),
+    ({"type": "object", "propertyNames": {"enum": ["a"]}, "minProperties": 1}, ['{"a": 1}'], ["{}", '{"b": 1}']),
+    ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": []}, ['{"a": {}}'], ['{"a": 1}']),
+]
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), KEPT, ids=lambda value: str(value)[:60])
+def test_what_is_taken_is_kept(ascii_llm: LLM, schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    assert ascii_llm.tokenizer is not None
+    compiled = ascii_llm.engine.grammars._compiled(GuidedDecodingParams(json=schema))
+    for text in (*good, *bad):
+        matcher = GrammarMatcher(compiled)
+        took = all(map(matcher.accept_token, ascii_llm.tokenizer(text).input_ids)) and matcher.accept_token(95)
+        assert took == (text in good), text
+
+
 def test_values_that_look_like_keywords_are_left_alone() -> None:
-    GuidedDecodingParams(json={"enum": [{"not": 1}], "properties": {"not": {}, "if": {"const": {"if": 2}}}})
+    GuidedDecodingParams(json={"default": [{"not": 1}], "properties": {"not": {}, "if": {"const": {"if": 2}}}})
 
 
 def test_a_guided_answer_ends_at_its_end() -> None:

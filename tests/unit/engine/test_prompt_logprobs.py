@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,16 @@ def test_each_is_kept_once_when_requests_are_preempted(llama_folder: Path, devic
             assert llm.stats()["num_preemptions"] > 0
         for output in outputs:
             check(llama_folder, output)
+
+
+def test_only_the_first_of_n_answers_computes_them(idle: LLM, llama_folder: Path) -> None:
+    engine = idle.engine
+    for index in range(2):
+        request = engine.make_request(PROMPTS[2], WITH, index=index)
+        assert request.wants_prompt_logprobs == (index == 0)
+    (output,) = idle.generate(PROMPTS[2:3], dataclasses.replace(WITH, n=3), use_tqdm=False)
+    check(llama_folder, output)
+    assert len({tuple(answer.token_ids) for answer in output.outputs}) == 1
 
 
 def test_a_step_computes_one_token_of_them(idle: LLM) -> None:

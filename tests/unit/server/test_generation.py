@@ -9,6 +9,7 @@ import pytest
 from breakgraph import LLM, SamplingParams
 from breakgraph.engine.prompts import TokenPrompt
 from breakgraph.server.async_engine import AsyncEngine, Delta, Generation
+from breakgraph.server.deadline import Deadline
 from breakgraph.server.metrics import Metrics
 from unit.server.gate import wait_until
 
@@ -22,7 +23,7 @@ def collected(llm: LLM, *, is_away: bool) -> list[Delta]:
         await engine.start()
         try:
             prompts = [TokenPrompt(PROMPT)]
-            generation = Generation(engine, prompts, PARAMS, num_answers=3, stop_strings=(), timeout_sec=600)
+            generation = Generation(engine, prompts, PARAMS, num_answers=3, stop_strings=(), deadline=Deadline(600))
             async with generation:
                 if is_away:
                     wait_until(lambda: engine._thread.num_live == 0)  # nothing else runs in this loop meanwhile
@@ -68,7 +69,7 @@ def test_tokens_before_a_failure_are_given_out_first(llm: LLM, monkeypatch: pyte
         await engine.start()
         try:
             async with Generation(
-                engine, [TokenPrompt(PROMPT)], PARAMS, num_answers=1, stop_strings=(), timeout_sec=600
+                engine, [TokenPrompt(PROMPT)], PARAMS, num_answers=1, stop_strings=(), deadline=Deadline(600)
             ) as generation:
                 wait_until(lambda: engine._thread.num_live == 0)
                 async for delta in generation:

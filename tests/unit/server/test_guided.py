@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,9 +18,12 @@ import pytest
 
 from breakgraph import LLM
 from breakgraph.engine.guided import GrammarCompiler
+from breakgraph.errors import ConfigError
+from breakgraph.server import deadline
 from tiny_models import save_tiny_model
 from unit.engine.byte_tokenizer import ascii_tokenizer
 from unit.server.conftest import MODEL, SIZES, RunningServer, running
+from unit.server.gate import wait_until
 from unit.server.test_malformed import check_error
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -86,7 +93,7 @@ def test_any_object(client: openai.OpenAI) -> None:
     ("change", "param", "code", "message"),
     [
         ({"guided_regex": "("}, "guided_regex", "invalid_value", "not closed"),
-        ({"guided_regex": "a" * 70_000}, "guided_regex", "invalid_value", "at most"),
+        ({"guided_regex": "a?" * 300}, "guided_regex", "invalid_value", "at most"),
         ({"guided_regex": 1}, "guided_regex", "invalid_value", "string"),
         ({"guided_regex": "é+"}, "guided_regex", "invalid_value", "no token of the vocabulary can begin"),
         ({"guided_regex": "aé"}, None, "invalid_value", "no token with which the answer keeps to its form"),
@@ -129,3 +136,60 @@ def test_without_the_extra_the_way_out_is_told(
     body = {"model": MODEL, "prompt": "a", "guided_regex": "a+"}
     assert "pip install 'breakgraph[guided]'" in check_error(http.post(COMPLETION, json=body), 400)["message"]
     assert http.post(COMPLETION, json={"model": MODEL, "prompt": "a"}).status_code == 200
+
+
+def test_a_full_server_compiles_nothing(
+    server: RunningServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers that wait for their grammar take room, too."""
+    engine = server.service.engine
+    compiled: list[Any] = []
+    may_go_on = threading.Event()
+
+    def compile_later(params: Any) -> None:
+        compiled.append(params)
+        may_go_on.wait()
+        raise ConfigError("not this one")
+
+    monkeypatch.setattr(server.llm.engine.grammars, "compile", compile_later)
+    monkeypatch.setattr(engine._thread, "capacity", 2)
+    body = {"model": MODEL, "prompt": "a", "guided_regex": "a+", "n": 2}
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(http.post, COMPLETION, json=body)
+        wait_until(lambda: len(compiled) == 1)
+        refused = http.post(COMPLETION, json=body | {"n": 1})
+        may_go_on.set()
+        assert "not this one" in check_error(first.result(), 400)["message"]
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+    assert len(compiled) == 1
+    # The room is free again.
+    assert "not this one" in check_error(http.post(COMPLETION, json=body), 400)["message"]
+
+
+def test_compiling_and_answering_have_one_deadline(
+    server: RunningServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    delays: list[float] = []
+    grammars = server.llm.engine.grammars
+    compile_grammar = grammars.compile
+    timeout = server.service.config.request_timeout
+
+    def compile_slowly(params: Any) -> Any:
+        if now == [0.0]:
+            now[0] = timeout + 1
+        return compile_grammar(params)
+
+    def timeout_spied(delay: float) -> asyncio.Timeout:
+        delays.append(delay)
+        return asyncio.timeout(delay)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(grammars, "compile", compile_slowly)
+        patches.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        patches.setattr(deadline, "asyncio", SimpleNamespace(timeout=timeout_spied))
+        http.post(COMPLETION, json={"model": MODEL, "prompt": "a", "guided_regex": "a+", "max_tokens": 2})
+    assert len(delays) > 1
+    assert delays == [timeout] + [-1.0] * (len(delays) - 1)
+    wait_until(lambda: server.service.engine._thread.num_live == 0)
+    server.assert_idle()

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from breakgraph.bench.result import read_result
 from breakgraph.cli.main import main
 from breakgraph.errors import ConfigError
+from breakgraph.server import drive
 from breakgraph.server.load import (
     Load,
     Trace,
@@ -129,6 +131,32 @@ def test_a_result_file_has_what_was_sent_and_seen(server: RunningServer, tmp_pat
     assert row.metrics["generated_tokens"].value == 9 * answered > 0
     assert row.metrics["ttft_p50"].value <= row.metrics["ttft_p99"].value
     assert row.metrics["decode_graph_hit_rate"].value == 100
+
+
+def test_a_result_file_is_refused_before_the_load_when_its_device_is_elsewhere(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "load.json"
+    for url in ("http://192.0.2.1:8000", "http://model.example", "nowhere"):
+        assert main(["load", "--url", url, "--out", str(out)]) == 2
+        assert f"--out records this machine's device, and {url} is not on it" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    stats, sent = server.llm.engine.stats, []
+    monkeypatch.setattr(server.llm.engine, "stats", lambda: {**stats(), "device": "cuda"})
+    monkeypatch.setattr(drive, "_stream", lambda *args: sent.append(args))
+    argv = ["load", "--url", server.url, *SMALL, "--max-tokens", "5", "--out", str(out)]
+    assert main(argv) == 2
+    assert "the server's cuda cannot be seen from here" in capsys.readouterr().err
+    assert (out.exists(), sent) == (False, [])
+
+
+def test_what_was_seen_is_printed_even_when_the_file_cannot_be_written(
+    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["load", "--url", server.url, *SMALL, "--max-tokens", "5", "--out", str(tmp_path)]
+    with pytest.raises(OSError, match=tmp_path.name):
+        main(argv)
+    assert "12 requests answered" in capsys.readouterr().out
 
 
 def test_requests_that_fail_are_counted_and_end_with_1(

@@ -178,6 +178,28 @@ def test_echo_with_logprobs_has_those_of_the_prompt(client: openai.OpenAI, other
         assert [offset for chunk in chunks for offset in chunk.logprobs.text_offset] == logprobs.text_offset
 
 
+def test_every_answer_has_the_prompts_logprobs_though_one_computes_them(client: openai.OpenAI) -> None:
+    """Short answers to a longer prompt: the other answers have ended before its log probabilities are there."""
+    prompts = ["a b", "a longer prompt"]
+
+    def ask(**options: Any) -> Any:
+        return complete(client, prompt=prompts, echo=True, logprobs=2, max_tokens=3, **options)
+
+    wanted = [choice for choice in ask().choices for _ in range(3)]
+    whole = ask(n=3).choices
+    parts: list[list[Any]] = [[] for _ in wanted]
+    for chunk in ask(n=3, stream=True):
+        for choice in chunk.choices:
+            parts[choice.index].append(choice)
+    for index, (one, answer, chunks) in enumerate(zip(wanted, whole, parts, strict=True)):
+        assert answer.index == index
+        assert answer.text == "".join(chunk.text for chunk in chunks) == one.text
+        assert answer.logprobs.tokens == [t for chunk in chunks for t in chunk.logprobs.tokens] == one.logprobs.tokens
+        assert answer.logprobs.token_logprobs[1:] == pytest.approx(one.logprobs.token_logprobs[1:])
+        assert [o for chunk in chunks for o in chunk.logprobs.text_offset] == one.logprobs.text_offset
+        assert chunks[-1].finish_reason == one.finish_reason
+
+
 def test_logprobs_of_chat(client: openai.OpenAI, other: LLM) -> None:
     (wanted,) = expected(other, CHAT_TEXT, logprobs=2)
     assert wanted.logprobs is not None
