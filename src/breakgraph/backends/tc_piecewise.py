@@ -20,8 +20,9 @@ import torch
 from breakgraph.backends.base import PlanBackend, Tree
 from breakgraph.backends.tc_piecewise_graph import Compile, PieceGraph
 from breakgraph.errors import CaptureError, UntraceableError
+from breakgraph.graph.opaque_call import Slot
 from breakgraph.graph.refusals import innermost_line
-from breakgraph.graph.tracing import CallLog, Slot, traced_results, whole_trace
+from breakgraph.graph.tracing import CallLog, traced_results, whole_trace
 from breakgraph.graph.tree import tree_map
 
 if TYPE_CHECKING:
