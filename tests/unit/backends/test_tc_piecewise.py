@@ -331,3 +331,20 @@ def test_nan_and_the_argument_itself_are_the_same_at_every_call(device: torch.de
     with breakgraph.capture(forward, x, backend="tc_piecewise") as graph:
         x.fill_(3)
         assert torch.equal(graph.replay(), forward(x))
+
+
+@pytest.mark.parametrize("name", ["tc_piecewise", "tc_piecewise_inductor"])
+@pytest.mark.parametrize(
+    "part", [lambda x: x[:, :3], lambda x: x[1:, 2:], lambda x: x[:1, :3].expand(4, 3), lambda x: x.t()[::2]]
+)
+def test_inputs_may_have_gaps_between_their_elements(
+    part: Callable[[Tensor], Tensor], name: str, device: torch.device
+) -> None:
+    def forward(x: Tensor) -> Tensor:
+        return read(x * 2 + 1).tanh() - 1
+
+    whole = torch.randn(4, 5, device=device)
+    with breakgraph.capture(forward, part(whole), backend=name) as graph:
+        for _ in range(2):
+            whole.normal_()
+            torch.testing.assert_close(graph.replay(), forward(part(whole)))
