@@ -73,8 +73,7 @@ class TcPiecewiseInductorBackend(TcPiecewiseBackend):
     def reference(self, key: ShapeKey, forward: Callable[[], Tree]) -> Callable[[], Tree]:
         return self._uncaptured.get(key, forward)
 
-    def release(self, key: ShapeKey) -> None:
-        super().release(key)
+    def _drop(self, key: ShapeKey) -> None:
         self._uncaptured.pop(key, None)
 
 

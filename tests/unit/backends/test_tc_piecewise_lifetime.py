@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch._dynamo
@@ -9,7 +13,7 @@ from torch import Tensor
 
 import breakgraph
 from breakgraph.backends import make_backend
-from breakgraph.errors import UntraceableError
+from breakgraph.errors import CaptureError, UntraceableError
 from breakgraph.graph import PlanFamily, ShapeKey, eager_on_graph
 
 NAMES = ("tc_piecewise", "tc_piecewise_inductor")
@@ -53,3 +57,44 @@ def test_a_forward_without_operators_needs_no_trace(name: str, device: torch.dev
         x.fill_(5)
         assert graph.replay()["number"] == 3
         assert torch.equal(graph.replay()["given"], x)
+
+
+def _changing(device: torch.device, num_calls: int) -> tuple[Callable[[], Tensor], weakref.ref[Tensor]]:
+    """A forward whose break returns another number after so many calls, and the weight that it alone keeps."""
+    weight = torch.ones(3, 3, device=device)
+    numbers = iter([1] * num_calls + [2] * 9)
+
+    @eager_on_graph
+    def count(x: Tensor) -> tuple[Tensor, int]:
+        return x + 1, next(numbers)
+
+    def forward() -> Tensor:
+        made, number = count(weight @ weight)
+        return made * number
+
+    return forward, weakref.ref(weight)
+
+
+@pytest.mark.parametrize("num_calls", [2, 3], ids=["when traced", "when captured"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_failed_capture_keeps_nothing(name: str, num_calls: int, family: PlanFamily, device: torch.device) -> None:
+    backend = make_backend(name, family)
+    forward, weight = _changing(device, num_calls)
+    with pytest.raises(CaptureError, match="is not what it returned before the forward was traced"):
+        backend.capture(KEY, forward)
+    assert backend.reference(KEY, forward) is forward
+    del forward
+    gc.collect()
+    assert weight() is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_closed_backend_keeps_nothing(name: str, family: PlanFamily, device: torch.device) -> None:
+    backend = make_backend(name, family)
+    forward, weight = _changing(device, 9)
+    backend.capture(KEY, forward)
+    backend.close()
+    assert backend.reference(KEY, forward) is forward
+    del forward
+    gc.collect()
+    assert weight() is None
