@@ -51,11 +51,6 @@ class PieceGraph:
             compiled = compile_piece(module, _examples(module.graph))
             self._pieces[name] = lambda *args: run_piece(compiled, args)
 
-    @property
-    def num_pieces(self) -> int:
-        """Pieces between opaque calls."""
-        return len(self._pieces)
-
     def run(self, inputs: Sequence[Any], calls: Sequence[OpaqueCall]) -> Any:
         """The graph's outputs.
 
