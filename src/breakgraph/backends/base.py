@@ -126,16 +126,23 @@ class PlanBackend(Backend):
     ) -> None:
         if self.captured(key):
             raise already_captured(self.name, key)
-        self._plans[key] = self.family.capture(
-            forward,
-            label=str(key),
-            breaks=self.has_breaks(key),
-            state=state,
-            outputs=outputs,
-            on_hazard=on_hazard,
-            version=version,
-            compiler=self._compiler(key, forward),
-        )
+        try:
+            self._plans[key] = self.family.capture(
+                forward,
+                label=str(key),
+                breaks=self.has_breaks(key),
+                state=state,
+                outputs=outputs,
+                on_hazard=on_hazard,
+                version=version,
+                compiler=self._compiler(key, forward),
+            )
+        except BaseException:
+            self._drop(key)
+            raise
+
+    def _drop(self, key: ShapeKey) -> None:
+        """Let go of what was made for a plan besides it: the capture failed, or the plan is closed."""
 
     def _compiler(self, key: ShapeKey, forward: Callable[[], Tree]) -> CompileForward | None:
         """What gives, after the warm-up, what is captured in the place of ``forward``; None: nothing does."""
@@ -157,6 +164,7 @@ class PlanBackend(Backend):
         plan = self._plans.pop(key, None)
         if plan is not None:
             plan.close()
+        self._drop(key)
 
     def close(self) -> None:
         for key in list(self._plans):

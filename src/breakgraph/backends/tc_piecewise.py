@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import itertools
 import re
 import types
 import warnings
@@ -20,8 +21,9 @@ import torch
 from breakgraph.backends.base import PlanBackend, Tree
 from breakgraph.backends.tc_piecewise_graph import Compile, PieceGraph
 from breakgraph.errors import CaptureError, UntraceableError
+from breakgraph.graph.opaque_call import Slot
 from breakgraph.graph.refusals import innermost_line
-from breakgraph.graph.tracing import CallLog, Slot, traced_results, whole_trace
+from breakgraph.graph.tracing import CallLog, traced_results, whole_trace
 from breakgraph.graph.tree import tree_map
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 Compiler = Literal["eager", "inductor"]
 _MAX_VARIANTS = 1024
 """Traces of one backend, buckets whose shapes share none."""
+_numbers = itertools.count()
 
 
 class TcPiecewiseBackend(PlanBackend):
@@ -70,8 +73,7 @@ class TcPiecewiseInductorBackend(TcPiecewiseBackend):
     def reference(self, key: ShapeKey, forward: Callable[[], Tree]) -> Callable[[], Tree]:
         return self._uncaptured.get(key, forward)
 
-    def release(self, key: ShapeKey) -> None:
-        super().release(key)
+    def _drop(self, key: ShapeKey) -> None:
         self._uncaptured.pop(key, None)
 
 
@@ -82,8 +84,6 @@ class Tracer:
         self._compile_piece: Compile | None = _inductor if compiler == "inductor" else None
         self._last: _Run | None = None
         self._log: CallLog | None = None
-        code = _call.__code__.replace(co_name=f"_call_{id(self):x}")
-        self._call: Any = types.FunctionType(code, {"__builtins__": builtins, "__name__": __name__}, "_call")
         self._compiled: Any = None
 
     def compiled(
@@ -95,26 +95,41 @@ class Tracer:
         called between.
 
         Raises:
-            UntraceableError: Dynamo cannot trace it.
+            UntraceableError: Dynamo cannot trace it, or traces nothing at all.
             CaptureError: a piece cannot be compiled.
         """
-        from torch._dynamo.exc import TorchDynamoException
-
         with whole_trace(), _dynamo_options():
             self._log = CallLog(device_type)
-            with self._log:
-                forward()
-            restore()
-            traced_results(self._log.calls)
-            self._last = None
-            if self._compiled is None:
-                self._compiled = torch.compile(self._call, backend=self._backend, fullgraph=True, dynamic=True)
             try:
-                result = self._compiled(forward)
-            except TorchDynamoException as error:
-                raise _explained(error) from error
-        run, self._last, self._log = self._last, None, None
-        return forward if run is None else run.with_results(result)
+                with self._log:
+                    forward()
+                restore()
+                traced_results(self._log.calls)
+                result = self._run_traced(forward)
+                run = self._last
+            finally:
+                self._last = self._log = None
+        return forward if run is None else run.with_results(result)  # None: it holds no operator at all
+
+    def _run_traced(self, forward: Callable[[], Tree]) -> Tree:
+        """Run it as Dynamo traced it: now, or at an earlier call."""
+        from torch._dynamo.exc import TorchDynamoException
+
+        if self._compiled is None:
+            self._compiled = torch.compile(_own_call(), backend=self._backend, fullgraph=True, dynamic=True)
+        try:
+            is_traced, result = self._compiled(forward)
+        except TorchDynamoException as error:
+            raise _explained(error) from error
+        except RuntimeError as error:
+            if self._last is not None or isinstance(error, CaptureError):
+                raise
+            self._compiled = None  # Dynamo skips that code from now on
+            raise _untraced(str(error).strip().split("\n")[0]) from error
+        if not is_traced:
+            self._compiled = None
+            raise _untraced("it ran as plain Python")
+        return result
 
     def _backend(self, graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         pieces = PieceGraph(graph, self._compile_piece)
@@ -127,8 +142,13 @@ class Tracer:
         return run
 
 
-def _call(forward: Callable[[], Tree]) -> Tree:
-    return forward()
+def _call(forward: Callable[[], Tree]) -> tuple[bool, Tree]:
+    return torch.compiler.is_dynamo_compiling(), forward()  # the former is true for good in what Dynamo makes of it
+
+
+def _own_call() -> Any:
+    code = _call.__code__.replace(co_name=f"_call_{next(_numbers)}")
+    return types.FunctionType(code, {"__builtins__": builtins, "__name__": __name__, "torch": torch}, "_call")
 
 
 class _Run:
@@ -206,6 +226,15 @@ def _explained(error: Exception) -> CaptureError:
     return UntraceableError(
         f"torch.compile cannot trace the forward as a whole: {_reason(error)} ({_source_line(error)}); use backend "
         "'breakable', which needs no tracing, or mark the call with @eager_on_graph"
+    )
+
+
+def _untraced(why: str) -> UntraceableError:
+    """The error where Dynamo made nothing of the forward, for reasons of its own."""
+    return UntraceableError(
+        f"torch.compile traced nothing of the forward: {why.rstrip('.')}; it is switched off where "
+        "TORCHDYNAMO_DISABLE=1 or torch.compiler.set_stance() says so: take that back, or use backend "
+        "'breakable', which needs no tracing"
     )
 
 

@@ -11,8 +11,9 @@ from torch import fx
 
 from breakgraph.errors import CaptureError
 from breakgraph.graph.compiled import run_piece
+from breakgraph.graph.opaque_call import OpaqueCall
 from breakgraph.graph.refusals import traced_code
-from breakgraph.graph.tracing import OpaqueCall, is_opaque
+from breakgraph.graph.tracing import is_opaque
 
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 """From a piece and fake values of its inputs to what runs in its place."""
@@ -49,11 +50,6 @@ class PieceGraph:
         else:
             compiled = compile_piece(module, _examples(module.graph))
             self._pieces[name] = lambda *args: run_piece(compiled, args)
-
-    @property
-    def num_pieces(self) -> int:
-        """Pieces between opaque calls."""
-        return len(self._pieces)
 
     def run(self, inputs: Sequence[Any], calls: Sequence[OpaqueCall]) -> Any:
         """The graph's outputs.

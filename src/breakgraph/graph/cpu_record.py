@@ -37,6 +37,11 @@ def map_tensors(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros of its strides, also where those leave gaps."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).zero_()
+
+
 @dataclass(slots=True)
 class TapeEntry:
     """One operator: what to call, where its fresh results go, which pool bytes it reads and writes."""
@@ -138,7 +143,7 @@ class _MetaCall:
             # No meta kernel (an opaque operator): run it once on zeros, which are valid indices too.
             self.keep.clear()
             self.real.clear()
-            return func(*map_tensors(args, torch.zeros_like), **kwargs)
+            return func(*map_tensors(args, _zeros), **kwargs)
 
 
 class CpuRecorder(TorchDispatchMode):
@@ -232,7 +237,7 @@ class CpuRecorder(TorchDispatchMode):
         """Put compiled code on the tape; what its results look like is seen by running it on zeros."""
         assert self.tape is not None, "no segment is open"
         with _disable_current_modes():
-            zeros = [torch.zeros_like(a) if isinstance(a, torch.Tensor) else a for a in args]
+            zeros = [_zeros(a) if isinstance(a, torch.Tensor) else a for a in args]
             given = {z.untyped_storage()._cdata: a for z, a in zip(zeros, args, strict=True) if z is not a}
             results: list[torch.Tensor | None] = []
             out = map_tensors(call(*zeros), lambda made: self._compiled_result(made, given, results))

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,71 +20,8 @@ from breakgraph.errors import CaptureError, UntraceableError
 from breakgraph.graph import declared, eager_break
 from breakgraph.graph.boundary import geometry
 from breakgraph.graph.eager_break import BreakSpec, active, run_plain
+from breakgraph.graph.opaque_call import OpaqueCall, Slot, Template, look_of, noted_leaf, structure_of
 from breakgraph.graph.tree import Tree, describe, is_constant, tree_leaves, tree_map
-
-Template = tuple[Any, ...]
-"""A result in words that Dynamo can read: what the traced code builds its own from."""
-
-
-class Slot:
-    """In the place of a tensor: its number among the tensors of a tree. A leaf, hence no dataclass."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-@dataclass(frozen=True, slots=True)
-class OpaqueCall:
-    """One call that is not looked into.
-
-    Attributes:
-        name: For errors.
-        call: Takes the arguments; None where nothing is to be run.
-        args: Positional ones, slots in the place of their tensors.
-        kwargs: The others, likewise.
-        result: What was returned.
-        fresh: Which leaves of that are tensors that were not given.
-        looks: Shape, strides and dtype of those.
-        device: Where they are.
-    """
-
-    name: str
-    call: Callable[[Sequence[Any], dict[str, Any]], Tree] | None
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    result: Template
-    fresh: tuple[int, ...]
-    looks: tuple[Template, ...]
-    device: str
-
-    def samples(self) -> list[torch.Tensor]:
-        """Tensors without memory that look like the fresh ones."""
-        return [torch.empty_strided(*look[:2], dtype=look[2], device="meta") for look in self.looks]
-
-    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Make the call on these tensors; the fresh ones of its result.
-
-        Raises:
-            CaptureError: other shapes than in the run before the trace.
-        """
-        if self.call is None:
-            return ()
-
-        def fill(leaf: Any, _: str) -> Any:
-            return tensors[leaf.index] if isinstance(leaf, Slot) else leaf
-
-        args, kwargs = tree_map(fill, list(self.args)), tree_map(fill, dict(self.kwargs))
-        result = self.call(args, kwargs)
-        leaves = [leaf for _, leaf in tree_leaves(result)]
-        made = tuple(leaves[index] for index in self.fresh if index < len(leaves))
-        if tuple(map(_look_of, made)) != self.looks:
-            raise CaptureError(
-                f"{self.name} returned {', '.join(map(describe, made)) or 'no tensor'}, which is not what it returned "
-                "before the forward was traced; a captured function must do the same at every call"
-            )
-        return made
 
 
 class CallLog:
@@ -161,9 +97,11 @@ class CallLog:
         fresh = tuple(i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor) and geometry(v) not in places)
         numbers = iter(range(len(fresh)))
         template = _template(result, places, numbers, name)
-        looks = tuple(_look_of(leaves[index]) for index in fresh)
+        looks = tuple(look_of(leaves[index]) for index in fresh)
+        noted = tuple(noted_leaf(leaf, places) for leaf in leaves)
         device = str(leaves[fresh[0]].device) if fresh else self._device_type
-        self.calls.append(OpaqueCall(name, call, *stripped, template, fresh, looks, device))
+        structure = structure_of(result)
+        self.calls.append(OpaqueCall(name, call, *stripped, template, structure, noted, fresh, looks, device))
 
     def __enter__(self) -> CallLog:
         active.builder = self
@@ -186,10 +124,6 @@ def find_tensors(node: Tree, found: list[torch.Tensor]) -> None:
     elif dataclasses.is_dataclass(node) and not isinstance(node, type):
         for field in dataclasses.fields(node):
             find_tensors(getattr(node, field.name), found)
-
-
-def _look_of(tensor: torch.Tensor) -> Template:
-    return (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 def _template(node: Tree, places: Mapping[Any, int], numbers: Iterator[int], name: str) -> Template:

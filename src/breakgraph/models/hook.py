@@ -53,10 +53,18 @@ def _attend(
 
 
 def _traced_attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What Dynamo can trace of :func:`_attention`: no context is asked for."""
-    return _attend(module.layer_idx, query, key, value)
+    """What Dynamo can trace of :func:`_attention`: no context is asked for. Whoever else comes by meanwhile, a thread
+    that loads a model above all, gets all of it."""
+    if torch.compiler.is_dynamo_compiling():
+        return _attend(module.layer_idx, query, key, value)
+    return _attention(module, query, key, value, attention_mask, **kwargs)
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention)

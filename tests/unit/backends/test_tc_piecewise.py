@@ -275,3 +275,76 @@ def test_a_marked_call_that_changes_its_result_is_refused(device: torch.device) 
 
     with pytest.raises(CaptureError, match="is not what it returned before the forward was traced"):
         breakgraph.capture(forward, torch.ones(2, device=device), backend="tc_piecewise", on_hazard="raise")
+
+
+@dataclass
+class Scaled:
+    value: Tensor
+    scale: Any
+
+
+LATER: dict[str, tuple[Any, Any]] = {
+    "number": (lambda t: (t * 2, 3), lambda t: (t * 2, 5)),
+    "type": (lambda t: (t * 2, 1), lambda t: (t * 2, True)),
+    "container": (lambda t: (t * 2, 3), lambda t: [t * 2, 3]),
+    "key": (lambda t: {"a": t * 2, "b": 3}, lambda t: {"a": t * 2, "c": 3}),
+    "leaf": (lambda t: Scaled(t * 2, 3), lambda t: Scaled(t * 2, t * 3)),
+    "tensor": (lambda t: Scaled(t * 2, t * 3), lambda t: Scaled(t * 2, 3)),
+    "argument": (lambda t: t, lambda t: t * 2),
+}
+
+
+@pytest.mark.parametrize("num_calls_before", [3, 4], ids=["when traced", "when captured"])
+@pytest.mark.parametrize("change", LATER)
+def test_a_call_must_return_the_constants_and_containers_that_were_traced(
+    change: str, num_calls_before: int, device: torch.device
+) -> None:
+    """After the warm-up, the scan and the run that is noted, or after the one as traced too."""
+    first, then = LATER[change]
+    calls = iter([first] * num_calls_before + [then] * 9)
+
+    @eager_on_graph(mutates=("t",))
+    def mid(t: Tensor) -> Any:
+        return next(calls)(t)
+
+    def forward(x: Tensor) -> Tensor:
+        made = mid(x + 1)
+        return sum(leaf for leaf in torch.utils._pytree.tree_leaves(made) if isinstance(leaf, int)) + x
+
+    with pytest.raises(CaptureError, match=r"mid returned .*, which is not what it returned before the forward"):
+        breakgraph.capture(forward, torch.ones(2, device=device), backend="tc_piecewise")
+
+
+class Several(list[Tensor]):
+    pass
+
+
+def test_nan_and_the_argument_itself_are_the_same_at_every_call(device: torch.device) -> None:
+    @eager_on_graph(mutates=("t", "empty"))
+    def mid(t: Tensor, empty: Tensor) -> Any:
+        return t.mul_(2), float("nan"), empty, torch.empty(0, device=device), Several([t + 1])
+
+    def forward(x: Tensor) -> Tensor:
+        return mid(x + 1, x[:0] + 1)[0] - 1
+
+    x = torch.ones(2, device=device)
+    with breakgraph.capture(forward, x, backend="tc_piecewise") as graph:
+        x.fill_(3)
+        assert torch.equal(graph.replay(), forward(x))
+
+
+@pytest.mark.parametrize("name", ["tc_piecewise", "tc_piecewise_inductor"])
+@pytest.mark.parametrize(
+    "part", [lambda x: x[:, :3], lambda x: x[1:, 2:], lambda x: x[:1, :3].expand(4, 3), lambda x: x.t()[::2]]
+)
+def test_inputs_may_have_gaps_between_their_elements(
+    part: Callable[[Tensor], Tensor], name: str, device: torch.device
+) -> None:
+    def forward(x: Tensor) -> Tensor:
+        return read(x * 2 + 1).tanh() - 1
+
+    whole = torch.randn(4, 5, device=device)
+    with breakgraph.capture(forward, part(whole), backend=name) as graph:
+        for _ in range(2):
+            whole.normal_()
+            torch.testing.assert_close(graph.replay(), forward(part(whole)))

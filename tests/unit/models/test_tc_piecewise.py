@@ -5,7 +5,9 @@ Inductor's kernels round differently: their logits stay within TOLERANCE of eage
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from breakgraph.attention import make_attention, use_step
 from breakgraph.backends import Backend, make_backend
 from breakgraph.errors import UntraceableError
 from breakgraph.graph import PlanFamily, ShapeKey
+from breakgraph.graph.tracing import whole_trace
 from breakgraph.models import HFModel, fuse
 from packed_driver import PackedDriver, TokenSequence
 from tiny_models import VOCAB_SIZE, tiny_model
@@ -125,3 +128,14 @@ def test_fused_layers_are_refused_and_leave_other_models_alone(steps_of: Callabl
     fused.capture(breakable, 8)
     got, expected = fused.run(breakable, 8)
     assert torch.equal(got, expected)
+
+
+def test_a_model_is_loaded_while_another_thread_traces(device: torch.device) -> None:
+    model = tiny_model("llama", "breakgraph").to(device)
+
+    def load() -> list[tuple[object, ...]]:
+        return [dataclasses.astuple(layer) for layer in HFModel(model, "llama").layers]
+
+    expected = load()
+    with whole_trace(), ThreadPoolExecutor(1) as other:
+        assert other.submit(load).result() == expected
