@@ -257,7 +257,7 @@ def test_a_failure_half_way_closes_what_was_made(
         ({"prefill_buckets": (16, 4)}, ConfigError, "prefill_buckets: expected an ascending list"),
         ({"model": "/no/such/model"}, ModelNotFoundError, "no model at '/no/such/model'"),
         ({"model": "qwen3-0.6b"}, ConfigError, "use load_format='dummy'"),
-        ({"prefill_request_slots": 2}, ConfigError, "is for prefill_backend='full'; with 'breakable' a bucket takes"),
+        ({"prefill_request_slots": 2}, ConfigError, "is for prefill_backend='full' or 'auto'; with 'breakable' a"),
     ],
 )
 def test_what_cannot_be_had_is_refused(
