@@ -106,9 +106,11 @@ class Engine:
     def capture(self, progress: Callable[[Runner], CaptureProgress | None] = lambda runner: None) -> None:
         """Captures every bucket of every runner that is not captured yet. On failure nothing of that runner is kept."""
         self._check_open()
-        for runner in self.runners.values():
+        choosing = [runner for runner in self.runners.values() if runner.backend.chooses]
+        for runner in choosing:
             runner.choose()  # on trial captures, for whose pool there is room as long as none is reserved
-        self.family.device.release_cached()
+        if choosing:
+            self.family.device.release_cached()
         self.family.reserve(*self.memory.pool_runs, output_bytes=self.memory.output_bytes)
         for runner in self.runners.values():
             runner.capture(progress(runner))

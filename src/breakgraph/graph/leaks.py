@@ -8,6 +8,7 @@ import types
 from collections.abc import Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from breakgraph.graph.device import Block, Pool
 from breakgraph.graph.tree import describe
@@ -18,7 +19,7 @@ def find_holders(pool: Pool, blocks: Sequence[Block]) -> list[str]:
     lines = []
     objects = gc.get_objects()
     for candidate in objects:
-        if not issubclass(type(candidate), torch.Tensor):
+        if not issubclass(type(candidate), torch.Tensor) or issubclass(type(candidate), FakeTensor):
             continue
         try:
             storage = candidate.untyped_storage()

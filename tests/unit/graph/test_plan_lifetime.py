@@ -11,10 +11,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from breakgraph.errors import (
     ClosedError,
+    PoolLeakError,
     UnwrittenReadError,
 )
 from breakgraph.graph import Plan, PlanFamily, ShapeKey, eager_on_graph
@@ -227,3 +229,20 @@ def test_what_another_plan_wrote_is_not_written_while_capturing() -> None:
         family.capture(lambda: (x * 2) @ (x * 3)).replay()
         with pytest.raises(UnwrittenReadError):
             family.capture(half_written)
+
+
+def test_holders_are_found_beside_tensors_without_memory(family: PlanFamily) -> None:
+    """Those of a trace, which live on in the caches of torch.compile."""
+    with FakeTensorMode():
+        fakes = [torch.empty(3)]
+    held: list[torch.Tensor] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        held[:] = [x * 2]
+        return held[0] + 1
+
+    x = torch.ones(3, device=family.device.torch_device)
+    with pytest.raises(PoolLeakError, match="held by"):
+        family.capture(lambda: forward(x))
+    held.clear()
+    assert len(fakes) == 1
