@@ -69,6 +69,7 @@ def test_side_streams_of_a_break_are_joined_too(family: PlanFamily) -> None:
     @eager_on_graph
     def on_the_side(t: Tensor) -> Tensor:
         with torch.cuda.stream(side):  # neither waits for the main stream nor is waited for
+            torch.cuda._sleep(1 << 26)  # whoever does not wait for it is too early
             for _ in range(30):
                 t = t.sin()
         return t
@@ -133,26 +134,24 @@ def test_f19_another_thread_may_copy_pinned_memory_during_a_capture(family: Plan
     assert errors == []
 
 
-def test_replays_on_changing_streams_are_ordered(family: PlanFamily) -> None:
-    x = torch.randn(1 << 22, device=CUDA)
+def test_a_replay_waits_for_the_one_before_it_on_another_stream(family: PlanFamily) -> None:
+    state = torch.zeros(1 << 16, device=CUDA)
 
     def fn() -> Tensor:
-        y = x
-        for _ in range(40):
-            y = y.sin() + 0.1
-        return halve(y) + 1
+        state.add_(1)
+        return halve(state * 2) + 0
 
     with torch.no_grad():
         plan = family.capture(fn)
-        want = fn().clone()
-        streams = [torch.cuda.Stream() for _ in range(4)]
-        for stream in streams:
-            stream.wait_stream(torch.cuda.current_stream())
-        for i in range(24):
-            with torch.cuda.stream(streams[i % 4]):
-                plan.replay()
-        with torch.cuda.stream(streams[3]):
-            assert torch.equal(plan.replay(), want)
+        state.zero_()
+        torch.cuda.synchronize()
+        seen = []
+        for stream, cycles in zip([torch.cuda.Stream() for _ in range(3)], (1 << 28, 1 << 27, 0), strict=True):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(cycles)  # a replay that did not wait would overtake the ones before it
+                seen.append(plan.replay().clone())
+        torch.cuda.synchronize()
+    assert [value.unique().tolist() for value in seen] == [[1], [2], [3]]
 
 
 def test_memory_goes_back_when_a_family_closes() -> None:
