@@ -30,9 +30,9 @@ _MAX_VARIANTS = 64
 class _CompiledBlock:
     """In the place of the `forward` of one block."""
 
-    def __init__(self, block: torch.nn.Module, backend: str) -> None:
+    def __init__(self, block: torch.nn.Module, backend: str, options: dict[str, Any] | None) -> None:
         self._block = block
-        self._compiled = torch.compile(block.forward, backend=backend, dynamic=True)
+        self._compiled = torch.compile(block.forward, backend=backend, dynamic=True, options=options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with _as_compiled():
@@ -55,6 +55,7 @@ def _as_compiled() -> Iterator[None]:
         "recompile_limit": _MAX_VARIANTS,
         "accumulated_recompile_limit": 16 * _MAX_VARIANTS,
         "fail_on_recompile_limit_hit": True,
+        "specialize_float": True,  # else an epsilon is an argument, in float64
     }
     try:
         with torch._dynamo.config.patch(limits):
@@ -76,13 +77,20 @@ def fuse(model: HFModel) -> None:
     for hide in (hide_breaks, hide_attention, hide_experts):
         hide()
     backend = "inductor" if model.device.type == "cuda" else "eager"
+    options = _inductor_options() if backend == "inductor" else None
     for block in blocks:
-        block.forward = _CompiledBlock(block, backend)
+        block.forward = _CompiledBlock(block, backend, options)
     logger.info(
         "fusion=inductor: %d blocks of %s, %d groups of linear layers merged%s",
         len(blocks), type(blocks[0]).__name__, merged,
         "" if backend == "inductor" else ", traced and not compiled on the emulated device",
     )  # fmt: skip
+
+
+def _inductor_options() -> dict[str, Any]:
+    from breakgraph.models.rewrites import BlockRewrites
+
+    return {"post_grad_custom_pre_pass": BlockRewrites()}
 
 
 def _blocks(model: HFModel) -> list[torch.nn.Module]:

@@ -1,0 +1,151 @@
+"""Rewrites of a block's graph that Inductor lowers badly or cannot lower: handed to Inductor as a custom pass.
+
+They look for arithmetic, not for models. What they do not recognise stays Inductor's.
+
+- Heads that are normalised and turned by their positions: Inductor reads and multiplies each element several times.
+- A sum with a matrix product that nobody else reads is added up in the product, in place.
+"""
+
+from __future__ import annotations
+
+import sys
+from operator import getitem
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, fx
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.pattern_matcher import (
+    CallFunction,
+    KeywordArg,
+    Match,
+    PatternMatcherPass,
+    register_graph_pattern,
+)
+
+from breakgraph.models import norm_rope as norm_rope_file
+from breakgraph.models.norm_rope import norm_rope
+
+aten, prims = torch.ops.aten, torch.ops.prims
+_RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+
+_LIBRARY = torch.library.Library("breakgraph", "FRAGMENT")
+_LIBRARY.define("add_product_(Tensor(a!) x, Tensor left, Tensor right) -> ()")
+_LIBRARY.impl("add_product_", lambda x, left, right: None, "Meta")
+
+
+def _add_product(x: Tensor, left: Tensor, right: Tensor) -> None:
+    x.view(-1, x.shape[-1]).addmm_(left, right)
+
+
+for _key in ("CUDA", "CPU"):
+    _LIBRARY.impl("add_product_", _add_product, _key)
+
+add_product: Any = torch.ops.breakgraph.add_product_.default
+"""x [..., N], dense, += left [M, K] @ right [K, N], where x has M rows."""
+
+
+class BlockRewrites(CustomGraphPass):
+    """A pass over the graph that Inductor is about to lower, for `post_grad_custom_pre_pass`."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        _patterns.apply(graph)
+        for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+            _add_in_place(graph, node)
+        graph.eliminate_dead_code()
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__, norm_rope_file.__file__))
+
+
+def _heads_pattern() -> Any:
+    """x [1, T, heads, D] to [1, heads, T, D], as `transformers` spells it."""
+    wide = CallFunction(prims.convert_element_type.default, KeywordArg("x"), torch.float32, _users=2)
+    mean = CallFunction(aten.mean.dim, CallFunction(aten.pow.Tensor_Scalar, wide, 2), [-1], True)
+    scale = CallFunction(aten.rsqrt.default, CallFunction(aten.add.Tensor, mean, KeywordArg("eps")))
+    scaled = CallFunction(aten.mul.Tensor, wide, scale)
+    narrow = CallFunction(prims.convert_element_type.default, scaled, KeywordArg("dtype"))
+    weighted = CallFunction(aten.mul.Tensor, KeywordArg("weight"), narrow)
+    heads = CallFunction(aten.permute.default, weighted, [0, 2, 1, 3], _users=3)
+    second = CallFunction(aten.slice.Tensor, heads, 3, KeywordArg("start"), sys.maxsize)
+    first = CallFunction(aten.slice.Tensor, heads, 3, 0, KeywordArg("end"))
+    turned = CallFunction(aten.cat.default, [CallFunction(aten.neg.default, second), first], -1)
+    return CallFunction(
+        aten.add.Tensor,
+        CallFunction(aten.mul.Tensor, heads, KeywordArg("cos")),
+        CallFunction(aten.mul.Tensor, turned, KeywordArg("sin")),
+    )
+
+
+def _is_rope(match: Match) -> bool:
+    """Halves are halves, every token has its own angles, and nothing broadcasts that only looks alike."""
+    x, weight, cos, sin = (match.kwargs[name].meta["val"] for name in ("x", "weight", "cos", "sin"))
+    _, num_tokens, _, head_dim = x.shape
+    is_power = head_dim >= 2 and head_dim & (head_dim - 1) == 0
+    halves = 2 * match.kwargs["start"] == 2 * match.kwargs["end"] == head_dim
+    angles = (1, 1, num_tokens, head_dim)
+    same_shapes = x.shape[0] == 1 and weight.shape == (head_dim,) and cos.shape == sin.shape == angles
+    same_dtypes = {weight.dtype, cos.dtype, sin.dtype, match.kwargs["dtype"]} == {x.dtype}
+    return bool(is_power and halves and same_shapes and same_dtypes and isinstance(match.kwargs["eps"], float))
+
+
+_patterns = PatternMatcherPass(pass_name="breakgraph")
+
+
+@register_graph_pattern(_heads_pattern(), extra_check=_is_rope, pass_dict=_patterns)
+def _replace_heads(
+    match: Match, x: fx.Node, weight: fx.Node, cos: fx.Node, sin: fx.Node, eps: float, **_: Any
+) -> None:  # fmt: skip
+    def replacement(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads: Tensor = norm_rope(x, weight, cos, sin, eps)
+        return heads.transpose(1, 2)
+
+    match.replace_by_example(replacement, [x, weight, cos, sin])
+
+
+def _add_in_place(graph: fx.Graph, node: fx.Node) -> None:
+    """total + left @ right, where `total` was computed here and is read before this node only."""
+    if len(node.args) != 2 or node.kwargs:
+        return
+    for total, product in (node.args, node.args[::-1]):
+        factors = _factors(product)
+        if factors is not None and _is_free(total, node) and _fits(total, node):
+            with graph.inserting_before(node):
+                updated = graph.call_function(
+                    auto_functionalized, (add_product,), {"x": total, "left": factors[0], "right": factors[1]}
+                )
+                value = graph.call_function(getitem, (updated, 1))
+            value.meta["val"] = node.meta["val"]
+            updated.meta["val"] = (None, node.meta["val"])
+            node.replace_all_uses_with(value)
+            graph.erase_node(node)
+            return
+
+
+def _factors(product: Any) -> tuple[fx.Node, fx.Node] | None:
+    """Of a matrix product, reshaped or not, that has one reader."""
+    while isinstance(product, fx.Node) and product.target in _RESHAPES and len(product.users) == 1:
+        product = product.args[0]
+    if isinstance(product, fx.Node) and product.target is aten.mm.default and len(product.users) == 1:
+        return product.args  # type: ignore[return-value]
+    return None
+
+
+def _is_free(total: Any, node: fx.Node) -> TypeGuard[fx.Node]:
+    """`total` is a sum of this graph, which has memory of its own, and nobody reads it behind `node`."""
+    if not isinstance(total, fx.Node) or total.target is not aten.add.Tensor:
+        return False
+    return all(other < node and not _may_alias(other) for other in set(total.users) - {node})
+
+
+def _may_alias(node: fx.Node) -> bool:
+    """Whether the result may lie on the memory of an argument, or is something that is not known here."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target in _RESHAPES:
+        return True
+    return any(result.alias_info is not None for result in node.target._schema.returns)
+
+
+def _fits(total: fx.Node, node: fx.Node) -> bool:
+    before, after = total.meta["val"], node.meta["val"]
+    return before.shape == after.shape and before.dtype == after.dtype and before.is_contiguous()

@@ -1,0 +1,51 @@
+"""Compiled blocks on a GPU: which kernels run, and that the numbers are those of the plain model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from breakgraph.attention import make_attention
+from breakgraph.bench.profiler import profiled
+from breakgraph.models import HFModel, fuse
+from packed_driver import PackedDriver, TokenSequence
+from tiny_models import TINY_CONFIGS, VOCAB_SIZE, tiny_model
+
+TOLERANCE = 0.05
+"""Of bfloat16 over the largest logit: compiled code rounds less often."""
+
+
+def driver_of(name: str, fused: bool, device: torch.device) -> PackedDriver:
+    model = HFModel(tiny_model(name, "breakgraph").to(device, torch.bfloat16), name)
+    if fused:
+        fuse(model)
+    return PackedDriver(model, make_attention("sdpa", device, torch.bfloat16, model.layers))
+
+
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_every_architecture_gives_nearly_the_same_numbers(name: str, device: torch.device) -> None:
+    torch._dynamo.reset()
+    plain, fused = (driver_of(name, fused, device) for fused in (False, True))
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(0, VOCAB_SIZE, (count,), generator=generator).tolist() for count in (12, 7)]
+    for driver in (plain, fused):
+        driver.work = [TokenSequence(list(one)) for one in tokens]
+    for counts, padding, phase in (((9, 5), 3, "prefill"), ((2, 1), 4, "prefill"), ((1, 1), 2, "decode")):
+        steps = [
+            driver.step(list(zip(driver.work, counts, strict=True)), padding=padding, phase=phase)
+            for driver in (plain, fused)
+        ]
+        for one, other in zip(*steps, strict=True):
+            assert (one - other).abs().max() <= TOLERANCE * one.abs().max()
+
+
+def test_heads_are_turned_in_one_kernel_and_products_added_in_place(device: torch.device) -> None:
+    torch._dynamo.reset()
+    driver = driver_of("qwen3", True, device)
+    sequence = TokenSequence([1] * 40)
+    driver.step([(sequence, 9)])
+    events = profiled(lambda: driver.step([(sequence, 9)]), device, host=False)
+    names = [event.name for event in events]
+    assert sum("norm_rope" in name for name in names) == 2 * len(driver.model.layers)
+    # Of the two sums of a layer, that with the input of the layer is left to Inductor.
+    assert not [name for name in names if name.startswith("triton_poi") and "add" in name]

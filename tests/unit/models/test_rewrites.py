@@ -1,0 +1,162 @@
+"""Rewrites of a block's graph: what they find, what they leave alone, and that the numbers stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+pytest.importorskip("triton")
+
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from breakgraph.models.norm_rope import norm_rope
+from breakgraph.models.rewrites import BlockRewrites
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HEAD_DIM = 16
+Function = Callable[..., Tensor]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+def rewritten(fn: Function, *args: Tensor) -> fx.GraphModule:
+    module: fx.GraphModule = make_fx(lambda *args: fn(*args), select_decomp_table(), tracing_mode="symbolic")(*args)
+    BlockRewrites()(module.graph)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def count(module: fx.GraphModule, target: object) -> int:
+    return sum(node.target is target for node in module.graph.nodes)
+
+
+def reference(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    heads = x.double()
+    heads = heads / (heads.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    half = heads.shape[-1] // 2
+    cos, sin = (angles.double().transpose(1, 2) for angles in (cos, sin))
+    return heads * cos + torch.cat((-heads[..., half:], heads[..., :half]), -1) * sin
+
+
+@pytest.mark.parametrize("head_dim", [2, 16, 128])
+@pytest.mark.parametrize(("num_tokens", "num_heads"), [(1, 1), (5, 3), (9, 4)])
+def test_heads_are_normalised_and_turned(num_tokens: int, num_heads: int, head_dim: int) -> None:
+    wide = random(1, num_tokens, num_heads + 2, head_dim, dtype=torch.float32)
+    x, weight = wide[:, :, 1 : num_heads + 1], random(head_dim, dtype=torch.float32)
+    cos, sin = (random(1, 1, num_tokens, head_dim, dtype=torch.float32) for _ in range(2))
+    for eps in (1e-6, 0.5):
+        out = norm_rope(x, weight, cos, sin, eps)
+        assert out.is_contiguous()
+        torch.testing.assert_close(out.double(), reference(x, weight, cos, sin, eps), rtol=1e-5, atol=1e-5)
+
+
+def test_heads_that_lie_anywhere() -> None:
+    x = random(1, 3, HEAD_DIM, 6, dtype=torch.float32).transpose(2, 3)
+    args = (random(2 * HEAD_DIM, dtype=torch.float32)[::2], *(random(1, 1, 3, HEAD_DIM, dtype=torch.float32),) * 2, 0.1)
+    torch.testing.assert_close(norm_rope(x, *args).double(), reference(x, *args), rtol=1e-5, atol=1e-5)
+
+
+def attention_input(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, half: int = HEAD_DIM // 2
+) -> Tensor:  # fmt: skip
+    """As `transformers` writes it; tokens of x in one row each."""
+    heads = x.view(1, x.shape[0], -1, HEAD_DIM)
+    wide = heads.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    heads = (weight * wide.to(x.dtype)).transpose(1, 2)
+    first, second = heads[..., :half], heads[..., half:]
+    turned = torch.cat((-second, first), dim=-1)
+    return heads * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+
+def attention_args(num_tokens: int) -> tuple[Tensor, ...]:
+    angles = (random(1, num_tokens, HEAD_DIM) for _ in range(2))
+    return random(num_tokens, 3 * HEAD_DIM), random(HEAD_DIM), *angles
+
+
+def test_the_heads_of_transformers_are_found() -> None:
+    module = rewritten(attention_input, *attention_args(7))
+    assert count(module, norm_rope) == 1
+    assert count(module, torch.ops.aten.cat.default) == 0
+    for num_tokens in (7, 4):
+        args = attention_args(num_tokens)
+        torch.testing.assert_close(module(*args), attention_input(*args), rtol=1e-2, atol=1e-2)
+
+
+def in_unequal_parts(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return attention_input(x, weight, cos, sin, half=4)
+
+
+def with_one_turn_for_all(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return attention_input(x, weight, cos[:, :1], sin[:, :1])
+
+
+def with_one_weight_for_all(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return attention_input(x, weight[:1], cos, sin)
+
+
+@pytest.mark.parametrize("fn", [in_unequal_parts, with_one_turn_for_all, with_one_weight_for_all])
+def test_what_only_looks_like_them_is_left_alone(fn: Function) -> None:
+    args = attention_args(7)
+    module = rewritten(fn, *args)
+    assert count(module, norm_rope) == 0
+    torch.testing.assert_close(module(*args), fn(*args))
+
+
+def with_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    total = total + 1
+    return total.sin() * 0.1 + (total + (left @ right).view(total.shape))
+
+
+def product_first(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return (left @ right).view(total.shape) + (total + 1)
+
+
+def an_argument(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return total + (left @ right).view(total.shape)
+
+
+def read_afterwards(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    total = total + 1
+    return (total + (left @ right).view(total.shape)) * total
+
+
+def seen_by_a_view(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    total = total + 1
+    row = total[:, 0]
+    return (total + (left @ right).view(total.shape)) * row[:, None]
+
+
+def given_out(total: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    total = total + 1
+    return total, total + (left @ right).view(total.shape)
+
+
+def read_twice(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    product = (left @ right).view(total.shape)
+    return (total + 1 + product) * product
+
+
+def spread(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return (total[:, :1] + 1) + (left @ right).view(total.shape)
+
+
+@pytest.mark.parametrize(("fn", "found"), [
+    (with_product, 1), (product_first, 1), (an_argument, 0), (read_afterwards, 0), (seen_by_a_view, 0), (given_out, 0),
+    (read_twice, 0), (spread, 0),
+])  # fmt: skip
+def test_products_are_added_in_place_where_nobody_sees(fn: Function, found: int) -> None:
+    args = (random(1, 7, 8), random(7, 6), random(6, 8))
+    module = rewritten(fn, *args)
+    assert count(module, auto_functionalized) == found
+    before = [arg.clone() for arg in args]
+    torch.testing.assert_close(module(*args), fn(*args), rtol=1e-2, atol=1e-2)
+    assert all(torch.equal(arg, old) for arg, old in zip(args, before, strict=True))
