@@ -17,7 +17,7 @@ from breakgraph.bench.ceilings import Ceilings, Work
 from breakgraph.bench.config import BenchConfig
 from breakgraph.bench.profiler import gpu_busy_ms
 from breakgraph.bench.result import Metric, Row, Scalar
-from breakgraph.bench.timing import Samples, interleaved, paired_ratio
+from breakgraph.bench.timing import Samples, back_to_back, interleaved, paired_ratio
 from breakgraph.bench.workloads import BLOCK_SIZE
 from breakgraph.errors import ConfigError
 from breakgraph.graph import PlanFamily
@@ -152,6 +152,8 @@ class StepGroup:
         for name, run in runs.items():
             busy = gpu_busy_ms(run, self.setting.device)
             metrics[name] = _times(name, samples, busy, self.setting.ceilings.floor_ms(work)) | metrics[name]
+            if name != EAGER:
+                metrics[name]["back_to_back"] = Metric(value=back_to_back(run, self.setting.device), unit="ms")
         return metrics
 
     def _equality(self, name: str, batch: StepBatch, logits: dict[str, torch.Tensor]) -> dict[str, Metric]:
@@ -229,8 +231,8 @@ def case_rows(
 def describe(row: Row) -> str:
     """One line, while a benchmark runs."""
     shown = (
-        "build", "compile", "capture", "time", "p10", "p90", "host", "gpu_busy", "roofline", "segments", "breaks",
-        "equals_eager", "equals_full",
+        "build", "compile", "capture", "time", "p10", "p90", "back_to_back", "host", "gpu_busy", "roofline",
+        "segments", "breaks", "equals_eager", "equals_full",
     )  # fmt: skip
     values = [f"{key} {_short(row.metrics[key])}" for key in shown if key in row.metrics]
     return "  ".join([row.name, *(f"{key}={value}" for key, value in row.params.items()), *values])

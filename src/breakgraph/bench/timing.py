@@ -56,7 +56,11 @@ def synchronize(device: torch.device) -> None:
 def interleaved(
     runs: Mapping[str, Callable[[], object]], rounds: int, device: torch.device, fewer: Collection[str] = ()
 ) -> dict[str, Samples]:
-    """Every run in turn, `rounds` times after one round that is not counted; those in `fewer` in a fifth of them."""
+    """Every run in turn, `rounds` times after one round that is not counted; those in `fewer` in a fifth of them.
+
+    A GPU rests behind each run for as long as the run took: without, large steps heat it to its power limit within a
+    few rounds, and what is timed is how far that lowers its clock. :func:`back_to_back` times that.
+    """
     samples = {name: Samples() for name in runs}
     few = min(rounds, max(MIN_ROUNDS, rounds // 5))
     for index in range(rounds + 1):
@@ -64,10 +68,20 @@ def interleaved(
             if name in fewer and index > few:
                 continue
             wall, host = timed(run, device)
+            if device.type == "cuda":
+                time.sleep(wall / 1e3)
             if index:
                 samples[name].walls.append(wall)
                 samples[name].hosts.append(host)
     return samples
+
+
+def back_to_back(run: Callable[[], object], device: torch.device, seconds: float = 0.6) -> float:
+    """Milliseconds of one run where one follows the other: the median of the second half of so many seconds."""
+    walls: list[float] = []
+    while len(walls) < MIN_ROUNDS or sum(walls) < seconds * 1e3:
+        walls.append(timed(run, device)[0])
+    return statistics.median(walls[len(walls) // 2 :])
 
 
 def paired_ratio(above: Samples, below: Samples) -> float:

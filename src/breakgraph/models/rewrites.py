@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.lowering import make_fallback
 from torch._inductor.pattern_matcher import (
     CallFunction,
     KeywordArg,
@@ -44,6 +45,9 @@ for _key in ("CUDA", "CPU"):
 
 add_product: Any = torch.ops.breakgraph.add_product_.default
 """x [..., N], dense, += left [M, K] @ right [K, N], where x has M rows."""
+
+# Known before the first graph is lowered: what it updates is then computed once, with whatever else reads it.
+make_fallback(add_product, warn=False)
 
 
 class BlockRewrites(CustomGraphPass):

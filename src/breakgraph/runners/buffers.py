@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from math import prod
 
 import numpy as np
@@ -20,7 +21,14 @@ from breakgraph.runners.spec import FieldSpec, Pad, PhaseSpec
 
 _ALIGNMENT = 256
 """Bytes; what an allocation of its own would have, and kernels are compiled for."""
+_WIDEST = 8
+"""Bytes of the widest element: a buffer is so many of each."""
 Values = Ints | Sequence[Ints]
+
+
+@cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[np.generic]:
+    return torch.empty(0, dtype=dtype).numpy().dtype
 
 
 @dataclass(frozen=True)
@@ -33,8 +41,10 @@ class _Place:
     end: int
     dtype: np.dtype[np.generic]
 
-    def view(self, buffer: Tensor) -> Tensor:
-        return buffer[self.start : self.end].view(self.field.dtype).view(self.shape)
+    def view(self, typed: Tensor) -> Tensor:
+        """Of the whole buffer in the field's dtype."""
+        size = self.field.dtype.itemsize
+        return typed[self.start // size : self.end // size].view(self.shape)
 
     def fill(self, buffer: NDArray[np.uint8], values: Values) -> None:
         """Write ``values``, and padding behind them. Raises ConfigError: a value is out of the field's limit."""
@@ -61,10 +71,10 @@ class _Layout:
         end = 0
         for field, rows in fields:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
-            dtype = torch.empty(0, dtype=field.dtype).numpy().dtype
+            dtype = _numpy_dtype(field.dtype)
             end = start + rows * prod(field.tail) * dtype.itemsize
             self.places.append(_Place(field, (rows, *field.tail), start, end, dtype))
-        self.num_bytes = end
+        self.num_bytes = -(-end // _WIDEST) * _WIDEST
 
     def stage(self, values: Sequence[Values], device: torch.device) -> Tensor:
         """A fresh host tensor [num_bytes] uint8 of the fields' values, pinned where ``device`` copies asynchronously.
@@ -82,7 +92,13 @@ class _Layout:
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """The fields in ``buffer`` [num_bytes or more] uint8, by name."""
-        return {place.field.name: place.view(buffer) for place in self.places}
+        typed = {place.field.dtype: buffer.view(place.field.dtype) for place in self.places}
+        return {place.field.name: place.view(typed[place.field.dtype]) for place in self.places}
+
+
+@lru_cache(maxsize=1024)
+def _layout_of(fields: tuple[tuple[FieldSpec, int], ...]) -> _Layout:
+    return _Layout(fields)
 
 
 def stage_fields(parts: Sequence[tuple[FieldSpec, Values]], device: torch.device) -> Mapping[str, Tensor]:
@@ -91,7 +107,7 @@ def stage_fields(parts: Sequence[tuple[FieldSpec, Values]], device: torch.device
     Raises:
         ConfigError: a value is out of its field's limit.
     """
-    layout = _Layout([(field, len(values)) for field, values in parts])
+    layout = _layout_of(tuple((field, len(values)) for field, values in parts))
     return layout.views(layout.stage([values for _, values in parts], device).to(device, non_blocking=True))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from breakgraph.bench.profiler import Event, busy_us, profiled
-from breakgraph.bench.timing import Samples, interleaved, paired_ratio, percentile
+from breakgraph.bench.timing import Samples, back_to_back, interleaved, paired_ratio, percentile
 
 CPU = torch.device("cpu")
 
@@ -39,6 +39,12 @@ def test_metrics_are_medians_and_percentiles() -> None:
 def test_a_paired_ratio_forgives_rounds_that_were_slow_for_both() -> None:
     assert paired_ratio(Samples([2.0, 20.0, 4.0]), Samples([1.0, 10.0, 2.0])) == 2.0
     assert percentile([1.0], 0.9) == 1.0
+
+
+def test_the_first_runs_of_a_row_are_not_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    walls = iter([900.0, 800.0, 700.0, 30.0, 20.0, 10.0, 5.0])
+    monkeypatch.setattr("breakgraph.bench.timing.timed", lambda run, device: (next(walls), 0.0))
+    assert back_to_back(lambda: None, CPU, seconds=2.465) == 15.0
 
 
 def kernel(start: float, duration: float, category: str = "kernel") -> Event:
