@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from breakgraph.backends.base import PlanBackend, Tree, already_captured
+from breakgraph.backends.base import PlanBackend
 from breakgraph.backends.breakable import BreakableBackend
 from breakgraph.backends.full import FullBackend
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from breakgraph.graph import OnHazard, OutputPolicy, PlanFamily, PlanReport, ShapeKey
+    from breakgraph.graph import PlanFamily, PlanReport, ShapeKey
 
 
 @dataclass(frozen=True)
@@ -52,27 +50,14 @@ class AutoBackend(PlanBackend):
 
     def has_choice(self, key: ShapeKey) -> bool:
         """Whether :meth:`choose` was called for ``key``, or it was captured without."""
-        return key in self._choices
+        return key in self._choices or self.captured(key)
 
     def has_breaks(self, key: ShapeKey) -> bool:
         return key not in self._choices or self._choices[key].backend != FullBackend.name
 
-    def capture(
-        self,
-        key: ShapeKey,
-        forward: Callable[[], Tree],
-        state: Sequence[Tensor] = (),
-        outputs: OutputPolicy = "borrow",
-        on_hazard: OnHazard | None = None,
-        version: Callable[[], object] | None = None,
-    ) -> None:
-        if self.captured(key):
-            raise already_captured(self.name, key)
-        self._choices.setdefault(key, Choice(BreakableBackend.name, "nothing was chosen"))
-        super().capture(key, forward, state, outputs, on_hazard, version)
-
     def explain(self) -> dict[ShapeKey, PlanReport]:
+        unasked = Choice(BreakableBackend.name, "nothing was chosen")
         return {
-            key: replace(report, notes=(*report.notes, str(self._choices[key])))
+            key: replace(report, notes=(*report.notes, str(self._choices.get(key, unasked))))
             for key, report in super().explain().items()
         }

@@ -128,7 +128,7 @@ class PlanBackend(Backend):
             raise already_captured(self.name, key)
         try:
             self._plans[key] = self.family.capture(
-                forward,
+                self._recorded(forward),
                 label=str(key),
                 breaks=self.has_breaks(key),
                 state=state,
@@ -140,6 +140,10 @@ class PlanBackend(Backend):
         except BaseException:
             self._drop(key)
             raise
+
+    def _recorded(self, forward: Callable[[], Tree]) -> Callable[[], Tree]:
+        """What is captured as ``forward``."""
+        return forward
 
     def _drop(self, key: ShapeKey) -> None:
         """Let go of what was made for a plan besides it: the capture failed, or the plan is closed."""

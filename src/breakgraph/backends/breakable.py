@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from breakgraph.backends.base import PlanBackend, Tree
 from breakgraph.graph import EagerBreak
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from breakgraph.graph import OnHazard, OutputPolicy, ShapeKey
 
 
 class BreakableBackend(PlanBackend):
@@ -29,13 +23,5 @@ class DebugEagerBackend(BreakableBackend):
 
     name = "debug_eager"
 
-    def capture(
-        self,
-        key: ShapeKey,
-        forward: Callable[[], Tree],
-        state: Sequence[Tensor] = (),
-        outputs: OutputPolicy = "borrow",
-        on_hazard: OnHazard | None = None,
-        version: Callable[[], object] | None = None,
-    ) -> None:
-        super().capture(key, EagerBreak(forward, name="the whole forward"), state, outputs, on_hazard, version)
+    def _recorded(self, forward: Callable[[], Tree]) -> Callable[[], Tree]:
+        return EagerBreak(forward, name="the whole forward")

@@ -20,7 +20,7 @@ from breakgraph.bench.timing import Samples, interleaved, synchronize
 from breakgraph.bench.workloads import BLOCK_SIZE, num_blocks, prefill_batch
 from breakgraph.errors import CaptureError, ConfigError
 from breakgraph.graph import PlanFamily
-from breakgraph.runners import PrefillRunner, Runner, SlottedPrefillRunner, StepBatch, prefill_spec
+from breakgraph.runners import Runner, StepBatch, prefill_runner_class, prefill_spec
 
 if TYPE_CHECKING:
     from breakgraph.attention import AttentionBackend
@@ -144,12 +144,11 @@ def _build(
         "buckets": config.prefill_buckets,
     }
     slots = (config.max_num_seqs or _SLOTS) if backend.records_breaks else None
-    runner_class = PrefillRunner if slots is None else SlottedPrefillRunner
 
     def forward(fields: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return model.forward(fields["input_ids"], fields["positions"], fields["logits_rows"])
 
-    runner = runner_class(
+    runner = prefill_runner_class(backend)(
         prefill_spec(**common, request_slots=slots), backend, forward, attention, setting.device
     )  # fmt: skip
     owned.callback(runner.close)
