@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TESTS = (
-    *(f"tests/footguns/test_{name}_faults.py" for name in ("memory", "break", "capture", "runner", "input", "rank")),
+    *(f"tests/footguns/test_{name}_faults.py" for name in ("memory", "break", "capture", "runner", "input", "value", "rank")),
     "tests/unit/graph", "tests/unit/runners", "tests/unit/backends", "tests/unit/test_api.py",
     "tests/footguns/test_programs.py",
 )  # fmt: skip

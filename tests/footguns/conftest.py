@@ -19,11 +19,17 @@ NOT_TRACED = {
     "test_f22_f45_state_that_is_first_made_in_a_capture_names_its_holder": (
         "the forward's Python does not run while its trace is captured, so nothing can be made there"
     ),
+    "test_f13_f14_lengths_that_stay_as_captured_are_no_silent_answer": (
+        "a trace does not get at the lengths of a step outside of a break: a test of its own shows the refusal"
+    ),
 }
 """Tests that a trace has no part in, with the reason; those of two ranks, too, which run in processes of their own."""
 
 
-ONLY_TRACED = ("test_traced_programs_take_turns_in_one_pool",)
+ONLY_TRACED = (
+    "test_traced_programs_take_turns_in_one_pool",
+    "test_f13_f14_a_trace_refuses_to_read_lengths_outside_of_a_break",
+)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
