@@ -53,7 +53,7 @@ class _FirstRun(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags:
             self.host_read = self.host_read or source_line()
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tensors_in([*args, *(kwargs or {}).values()])}
+        given = {t.untyped_storage()._cdata for t in tensors_in(*args, *(kwargs or {}).values())}
         for tensor in tensors_in(out):
             storage = tensor.untyped_storage()
             if storage._cdata not in given and storage._cdata not in self.made:
@@ -96,7 +96,7 @@ class CaptureBuilder:
                     raise self._failure  # the captured function swallowed it, and went on without a segment
                 copy_into(places, outputs)
                 del outputs
-                self._close_segment()
+                self._take(self._session.end())
         except BaseException:
             self._session.abort()
             raise
@@ -152,29 +152,33 @@ class CaptureBuilder:
         return not self._in_break
 
     def _break(self, spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwargs: dict[str, Any]) -> Tree:
+        originals: list[torch.Tensor] = []
         with self._session.main_stream():
-            self._close_segment()
-            originals: list[torch.Tensor] = []
-            step = self._bind(spec, fn, args, kwargs, originals)
-            mode = ExecMode.current(self._device.torch_device.type)
-            step.mode = None if mode == self._mode else mode  # the captured code entered it around this call
-            self._in_break = True
-            try:
-                result = self._run_first(step)
-            finally:
-                self._in_break = False
-            mutated = [i for i, t in enumerate(step.tensors) if any(t is m for m in step.mutated)]
-            step.results = ResultStore(spec, result, step.tensors, mutated)
-            del result
+            segment = self._session.end()
+            with self._session.unguarded():
+                self._take(segment)
+                step = self._bind(spec, fn, args, kwargs, originals)
+                step.results = self._results_of(step)
             self._session.begin()
             carried = step.results.allocate(originals)
             self._pending = step
             self.steps.append(step)
         return carried
 
-    def _close_segment(self) -> None:
-        """End the open segment and run it once: the break that follows sees real data, as it will at every replay."""
-        segment = self._session.end()
+    def _results_of(self, step: EagerStep) -> ResultStore:
+        """Run the break, and decide how what it returns will cross."""
+        mode = ExecMode.current(self._device.torch_device.type)
+        step.mode = None if mode == self._mode else mode  # the captured code entered it around this call
+        self._in_break = True
+        try:
+            result = self._run_first(step)
+        finally:
+            self._in_break = False
+        mutated = [i for i, t in enumerate(step.tensors) if any(t is m for m in step.mutated)]
+        return ResultStore(step.spec, result, step.tensors, mutated)
+
+    def _take(self, segment: Segment) -> None:
+        """Keep a closed segment and run it once: the break that follows sees real data, as it will at every replay."""
         self._pool.refresh()
         self.pins.update((pin._cdata, pin) for pin in segment.pins if not self._pool.owns(pin.data_ptr()))
         self.steps.append(GraphStep(segment))

@@ -109,15 +109,18 @@ class CudaCapture(CaptureSession):
         self._recorder.side_streams[current.cuda_stream] = current
         return torch.cuda.stream(self._stream)
 
+    def unguarded(self) -> AbstractContextManager[None]:
+        return without_mode(self._guard)
+
     def unwatched(self, call: Callable[[], Any], reads: Iterable[torch.Tensor]) -> Any:
         self._recorder.note_reads(reads)
         with without_mode(self._guard), _disable_current_modes():
             out = call()
-        self._recorder.note_made(tensors_in([out]))
+        self._recorder.note_made(tensors_in(out))
         return out
 
     def compiled(self, call: Callable[..., Any], args: Sequence[Any]) -> Any:
-        return self.unwatched(lambda: call(*args), tensors_in(list(args)))
+        return self.unwatched(lambda: call(*args), tensors_in(*args))
 
     def begin(self) -> None:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
