@@ -18,6 +18,7 @@ from breakgraph.graph.eager_break import BreakSpec, run_plain
 from breakgraph.graph.effects import tensors_in
 from breakgraph.graph.live import Live
 from breakgraph.graph.modes import ExecMode
+from breakgraph.graph.op_facts import OpTable
 from breakgraph.graph.outputs import copy_into
 from breakgraph.graph.plan import EagerStep, GraphStep
 from breakgraph.graph.refusals import HOST_SYNC, Fault, HostReadGuard, source_line
@@ -27,9 +28,10 @@ from breakgraph.graph.tree import Tree, describe, is_constant, tree_leaves, tree
 class _FirstRun(TorchDispatchMode):
     """Watches a break's first run: the streams it launches on, the storages it makes, what it reads on the host."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, ops: OpTable) -> None:
         super().__init__()
         self._device = device
+        self._ops = ops
         self._main = device.current_stream()
         self.side_streams: list[Any] = []
         self.made: dict[int, StorageWeakRef] = {}
@@ -50,7 +52,7 @@ class _FirstRun(TorchDispatchMode):
         stream = self._device.current_stream()
         if stream != self._main and stream not in self.side_streams:
             self.side_streams.append(stream)
-        if torch.Tag.data_dependent_output in func.tags:
+        if self._ops[func].reads_host:
             self.host_read = self.host_read or source_line()
         out = func(*args, **(kwargs or {}))
         given = {t.untyped_storage()._cdata for t in tensors_in(*args, *(kwargs or {}).values())}
@@ -82,6 +84,7 @@ class CaptureBuilder:
         self._pending: EagerStep | None = None
         self._failure: BaseException | None = None
         self._made_in_breaks: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._ops = OpTable()
         self._older: list[Block] = pool.live_blocks()
         self._session: CaptureSession = device.open_capture(pool, stream, self._check_storage)
 
@@ -233,7 +236,7 @@ class CaptureBuilder:
         return tensor.detach()
 
     def _run_first(self, step: EagerStep) -> Tree:
-        watch = _FirstRun(self._device)
+        watch = _FirstRun(self._device, self._ops)
         self._declared = []
         self._device.synchronize()  # which side streams it uses, and must wait for this one, is not known yet
         with step.scope(), watch.guard(), watch:

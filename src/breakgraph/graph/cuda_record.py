@@ -82,7 +82,8 @@ class CudaRecorder(TorchDispatchMode):
                 refuse(fault)
         out = func(*args, **kwargs)
         addresses = self.note_reads(given)
-        has_made = self.note_made([t for t in tensors_in(out) if t.untyped_storage().data_ptr() not in addresses])
+        made = [t for t in tensors_in(out) if t.untyped_storage().data_ptr() not in addresses]
+        has_made = bool(made) and self.note_made(made)
         if facts.is_launched and (has_made or (facts.is_mutable and any(t.is_cuda and t.numel() for t in given))):
             self.num_ops += 1
             self._note_stream()
