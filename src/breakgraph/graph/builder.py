@@ -51,6 +51,7 @@ class _FirstRun(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         stream = self._device.current_stream()
         if stream != self._main and stream not in self.side_streams:
+            stream.wait_stream(self._main)  # as every replay makes it wait, which will know of it beforehand
             self.side_streams.append(stream)
         if self._ops[func].reads_host:
             self.host_read = self.host_read or source_line()
@@ -238,7 +239,6 @@ class CaptureBuilder:
     def _run_first(self, step: EagerStep) -> Tree:
         watch = _FirstRun(self._device, self._ops)
         self._declared = []
-        self._device.synchronize()  # which side streams it uses, and must wait for this one, is not known yet
         with step.scope(), watch.guard(), watch:
             result = step.call()
         self._check_read_values(result, watch, step.spec)

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from breakgraph.errors import UncapturableOpError
 from breakgraph.graph import PlanFamily, eager_on_graph
+from breakgraph.graph.builder import _FirstRun
 from breakgraph.graph.compiled import without_mode
 from breakgraph.graph.effects import tensors_in
 from breakgraph.graph.op_facts import OpFacts, OpTable
@@ -109,3 +110,24 @@ def test_a_break_may_leave_a_mode_behind() -> None:
     with torch.no_grad(), PlanFamily("cpu") as family, kept, refused:
         family.capture(lambda: enters(x + 1) + (x + 2).tolist()[0])
     assert _get_current_function_mode_stack() == before
+
+
+def test_a_side_stream_waits_before_a_break_first_uses_it() -> None:
+    order: list[str] = []
+
+    class _Stream:
+        def wait_stream(self, other: object) -> None:
+            order.append("waits for main" if other is main else "waits for something else")
+
+    main, side = _Stream(), _Stream()
+    device: Any = SimpleNamespace(stream=main, current_stream=lambda: device.stream)
+    watch = _FirstRun(device, OpTable())
+    x = torch.zeros(2)
+    with torch.no_grad(), watch:
+        x.add_(1)
+        device.stream = side
+        assert order == []
+        x.add_(1)
+        x.add_(1)
+    assert order == ["waits for main"]
+    assert watch.side_streams == [side]
