@@ -86,6 +86,30 @@ def test_side_streams_of_a_break_are_joined_too(family: PlanFamily) -> None:
             assert torch.equal(plan.replay(), want + 1)
 
 
+def test_a_break_on_a_side_stream_sees_what_the_segment_wrote_at_its_first_run_too(family: PlanFamily) -> None:
+    side = torch.cuda.Stream()
+    x = torch.randn(1 << 20, device=CUDA)
+    seen: list[Tensor] = []
+
+    @eager_on_graph
+    def look(t: Tensor) -> Tensor:
+        with torch.cuda.stream(side):  # does not wait for the main stream
+            seen.append(t.clone())
+        return t * 2
+
+    def fn() -> Tensor:
+        torch.cuda._sleep(1 << 26)  # whoever does not wait for the segment is too early
+        return look(x + 1)
+
+    family.reserve(8 * x.nbytes)
+    family.poison()
+    with torch.no_grad():
+        family.capture(fn)
+        torch.cuda.synchronize()
+        assert len(seen) == 2  # the warm-up, and the first run between segments
+        assert torch.equal(seen[1], x + 1)
+
+
 def test_f18_work_on_a_stream_that_is_not_captured_is_an_error(family: PlanFamily) -> None:
     elsewhere = torch.cuda.Stream()
     x = torch.randn(4, device=CUDA)

@@ -18,6 +18,7 @@ from breakgraph.graph.eager_break import BreakSpec, run_plain
 from breakgraph.graph.effects import tensors_in
 from breakgraph.graph.live import Live
 from breakgraph.graph.modes import ExecMode
+from breakgraph.graph.op_facts import OpTable
 from breakgraph.graph.outputs import copy_into
 from breakgraph.graph.plan import EagerStep, GraphStep
 from breakgraph.graph.refusals import HOST_SYNC, Fault, HostReadGuard, source_line
@@ -27,9 +28,10 @@ from breakgraph.graph.tree import Tree, describe, is_constant, tree_leaves, tree
 class _FirstRun(TorchDispatchMode):
     """Watches a break's first run: the streams it launches on, the storages it makes, what it reads on the host."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, ops: OpTable) -> None:
         super().__init__()
         self._device = device
+        self._ops = ops
         self._main = device.current_stream()
         self.side_streams: list[Any] = []
         self.made: dict[int, StorageWeakRef] = {}
@@ -49,11 +51,12 @@ class _FirstRun(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         stream = self._device.current_stream()
         if stream != self._main and stream not in self.side_streams:
+            stream.wait_stream(self._main)  # as every replay makes it wait, which will know of it beforehand
             self.side_streams.append(stream)
-        if torch.Tag.data_dependent_output in func.tags:
+        if self._ops[func].reads_host:
             self.host_read = self.host_read or source_line()
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tensors_in([*args, *(kwargs or {}).values()])}
+        given = {t.untyped_storage()._cdata for t in tensors_in(*args, *(kwargs or {}).values())}
         for tensor in tensors_in(out):
             storage = tensor.untyped_storage()
             if storage._cdata not in given and storage._cdata not in self.made:
@@ -82,6 +85,7 @@ class CaptureBuilder:
         self._pending: EagerStep | None = None
         self._failure: BaseException | None = None
         self._made_in_breaks: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._ops = OpTable()
         self._older: list[Block] = pool.live_blocks()
         self._session: CaptureSession = device.open_capture(pool, stream, self._check_storage)
 
@@ -96,7 +100,7 @@ class CaptureBuilder:
                     raise self._failure  # the captured function swallowed it, and went on without a segment
                 copy_into(places, outputs)
                 del outputs
-                self._close_segment()
+                self._take(self._session.end())
         except BaseException:
             self._session.abort()
             raise
@@ -152,29 +156,33 @@ class CaptureBuilder:
         return not self._in_break
 
     def _break(self, spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwargs: dict[str, Any]) -> Tree:
+        originals: list[torch.Tensor] = []
         with self._session.main_stream():
-            self._close_segment()
-            originals: list[torch.Tensor] = []
-            step = self._bind(spec, fn, args, kwargs, originals)
-            mode = ExecMode.current(self._device.torch_device.type)
-            step.mode = None if mode == self._mode else mode  # the captured code entered it around this call
-            self._in_break = True
-            try:
-                result = self._run_first(step)
-            finally:
-                self._in_break = False
-            mutated = [i for i, t in enumerate(step.tensors) if any(t is m for m in step.mutated)]
-            step.results = ResultStore(spec, result, step.tensors, mutated)
-            del result
+            segment = self._session.end()
+            with self._session.unguarded():
+                self._take(segment)
+                step = self._bind(spec, fn, args, kwargs, originals)
+                step.results = self._results_of(step)
             self._session.begin()
             carried = step.results.allocate(originals)
             self._pending = step
             self.steps.append(step)
         return carried
 
-    def _close_segment(self) -> None:
-        """End the open segment and run it once: the break that follows sees real data, as it will at every replay."""
-        segment = self._session.end()
+    def _results_of(self, step: EagerStep) -> ResultStore:
+        """Run the break, and decide how what it returns will cross."""
+        mode = ExecMode.current(self._device.torch_device.type)
+        step.mode = None if mode == self._mode else mode  # the captured code entered it around this call
+        self._in_break = True
+        try:
+            result = self._run_first(step)
+        finally:
+            self._in_break = False
+        mutated = [i for i, t in enumerate(step.tensors) if any(t is m for m in step.mutated)]
+        return ResultStore(step.spec, result, step.tensors, mutated)
+
+    def _take(self, segment: Segment) -> None:
+        """Keep a closed segment and run it once: the break that follows sees real data, as it will at every replay."""
         self._pool.refresh()
         self.pins.update((pin._cdata, pin) for pin in segment.pins if not self._pool.owns(pin.data_ptr()))
         self.steps.append(GraphStep(segment))
@@ -229,9 +237,8 @@ class CaptureBuilder:
         return tensor.detach()
 
     def _run_first(self, step: EagerStep) -> Tree:
-        watch = _FirstRun(self._device)
+        watch = _FirstRun(self._device, self._ops)
         self._declared = []
-        self._device.synchronize()  # which side streams it uses, and must wait for this one, is not known yet
         with step.scope(), watch.guard(), watch:
             result = step.call()
         self._check_read_values(result, watch, step.spec)

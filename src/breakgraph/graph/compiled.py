@@ -48,7 +48,7 @@ def hide_breaks() -> None:
 
 @contextmanager
 def without_mode(mode: TorchFunctionMode) -> Iterator[None]:
-    """Take one function mode off the thread's stack for a while; those above it stay."""
+    """Take one function mode off the thread's stack for a while; those above it stay, and may change meanwhile."""
     stack = _get_current_function_mode_stack()
     index = next((i for i, other in enumerate(stack) if other is mode), None)
     if index is None:
@@ -58,7 +58,8 @@ def without_mode(mode: TorchFunctionMode) -> Iterator[None]:
     try:
         yield
     finally:
-        _replace_top(stack[index + 1 :], stack[index:])
+        above = _get_current_function_mode_stack()[index:]
+        _replace_top(above, [mode, *above])
 
 
 def _replace_top(old: list[TorchFunctionMode], new: list[TorchFunctionMode]) -> None:

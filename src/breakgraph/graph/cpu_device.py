@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from breakgraph.errors import UndeclaredWriteError
+from breakgraph.graph.compiled import without_mode
 from breakgraph.graph.cpu_pool import CpuPool
 from breakgraph.graph.cpu_record import Allocation, CpuRecorder, Entry, is_host, map_tensors, tag_host, tagged
 from breakgraph.graph.cpu_words import describe_entry
@@ -92,6 +93,9 @@ class CpuCapture(CaptureSession):
     def abort(self) -> None:
         self._guard.enabled = False
         self._recorder.tape, self._recorder.pins = None, {}
+
+    def unguarded(self) -> AbstractContextManager[None]:
+        return without_mode(self._guard)
 
     def unwatched(self, call: Callable[[], Any], reads: Iterable[torch.Tensor]) -> Any:
         # An emulated graph is made of operators: the code runs as if it had not been compiled.

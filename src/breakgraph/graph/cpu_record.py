@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from breakgraph.errors import UncapturableOpError
 from breakgraph.graph.boundary import with_bits_of
 from breakgraph.graph.cpu_pool import CpuPool, Span
-from breakgraph.graph.effects import allocates_only, reads_and_writes, tensors_in
+from breakgraph.graph.effects import reads_and_writes, tensors_in
+from breakgraph.graph.op_facts import OpTable
 from breakgraph.graph.refusals import cpu_transfer_fault, op_fault, refuse
 
 _HOST_TAG = "_breakgraph_host"
@@ -57,7 +58,7 @@ class TapeEntry:
         """Run the operator on the recorded addresses."""
         for span in self.reads:
             pool.check_written(span, self.func)
-        produced = list(tensors_in(self.func(*self.args, **self.kwargs)))
+        produced = tensors_in(self.func(*self.args, **self.kwargs))
         for target, value in zip(self.results, produced, strict=False):
             if target is not None:
                 if target.shape != value.shape:
@@ -161,6 +162,7 @@ class CpuRecorder(TorchDispatchMode):
         self.pins: dict[int, torch.UntypedStorage] = {}
         self._check_storage = check_storage
         self._aliases: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._ops = OpTable()
 
     def start(self) -> None:
         """Open a segment."""
@@ -175,26 +177,28 @@ class CpuRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.tape is None:
             return func(*args, **kwargs)
-        with self:
-            decomposed = func.decompose(*args, **kwargs)
-        if decomposed is not NotImplemented:
-            return decomposed
-        given = [*tensors_in(list(args)), *tensors_in(list(kwargs.values()))]
+        facts = self._ops[func]
+        if facts.may_decompose:
+            with self:
+                decomposed = func.decompose(*args, **kwargs)
+            if decomposed is not NotImplemented:
+                return decomposed
+        given = tensors_in(*args, *kwargs.values())
         fault = op_fault(func, args) or cpu_transfer_fault(func, given, is_host)
         if fault is not None:
             refuse(fault)
         if given and all(is_host(t) for t in given):
             return map_tensors(func(*args, **kwargs), tagged)
-        if func.is_view or torch.Tag.inplace_view in func.tags:
+        if facts.is_view:
             return func(*args, **kwargs)
         call = _MetaCall()
         meta_out = call.run(func, args, kwargs)
         results: list[torch.Tensor | None] = []
         out = map_tensors(meta_out, lambda meta: self._result(meta, call, results))
-        if allocates_only(func):
+        if facts.allocates_only:
             self._forget(results)
             return out
-        if not any(r is not None for r in results) and not func._schema.is_mutable:
+        if not any(r is not None for r in results) and not facts.is_mutable:
             return out
         self._append(func, args, kwargs, results)
         return out
@@ -243,7 +247,7 @@ class CpuRecorder(TorchDispatchMode):
             out = map_tensors(call(*zeros), lambda made: self._compiled_result(made, given, results))
             aliased = tuple(map_tensors(a, self.alias) for a in args)
             targets = [None if r is None else self.alias(r) for r in results]
-        reads = [s for t in tensors_in(list(aliased)) if (s := self.pool.span(t)) is not None]
+        reads = [s for t in tensors_in(*aliased) if (s := self.pool.span(t)) is not None]
         writes = [s for t in targets if t is not None and (s := self.pool.span(t)) is not None]
         self.tape.append(CompiledEntry(call, aliased, targets, reads, writes))
         return out

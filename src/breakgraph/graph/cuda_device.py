@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -22,11 +23,19 @@ from breakgraph.graph.effects import tensors_in
 from breakgraph.graph.refusals import Fault, HostReadGuard, cuda_transfer_fault, refuse
 
 
-def _count_nodes(raw_graph: int) -> int | None:
-    """Nodes of a ``cudaGraph_t`` (driver API, cuGraphGetNodes); None where there is no CUDA driver (ROCm)."""
+@functools.cache
+def _driver() -> ctypes.CDLL | None:
+    """The CUDA driver's library, opened once and not for every segment; None where there is none (ROCm)."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        return ctypes.CDLL("libcuda.so.1")
     except OSError:
+        return None
+
+
+def _count_nodes(raw_graph: int) -> int | None:
+    """Nodes of a ``cudaGraph_t`` (driver API, cuGraphGetNodes); None where there is no CUDA driver."""
+    driver = _driver()
+    if driver is None:
         return None
     count = ctypes.c_size_t(0)
     status = driver.cuGraphGetNodes(ctypes.c_void_p(raw_graph), None, ctypes.byref(count))
@@ -109,15 +118,18 @@ class CudaCapture(CaptureSession):
         self._recorder.side_streams[current.cuda_stream] = current
         return torch.cuda.stream(self._stream)
 
+    def unguarded(self) -> AbstractContextManager[None]:
+        return without_mode(self._guard)
+
     def unwatched(self, call: Callable[[], Any], reads: Iterable[torch.Tensor]) -> Any:
         self._recorder.note_reads(reads)
         with without_mode(self._guard), _disable_current_modes():
             out = call()
-        self._recorder.note_made(tensors_in([out]))
+        self._recorder.note_made(tensors_in(out))
         return out
 
     def compiled(self, call: Callable[..., Any], args: Sequence[Any]) -> Any:
-        return self.unwatched(lambda: call(*args), tensors_in(list(args)))
+        return self.unwatched(lambda: call(*args), tensors_in(*args))
 
     def begin(self) -> None:
         graph = torch.cuda.CUDAGraph(keep_graph=True)

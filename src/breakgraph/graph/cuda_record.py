@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from breakgraph.graph.effects import allocates_only, tensors_in
+from breakgraph.graph.effects import tensors_in
+from breakgraph.graph.op_facts import OpTable
 from breakgraph.graph.refusals import cuda_transfer_fault, op_fault, refuse
 
 
@@ -28,47 +29,62 @@ class CudaRecorder(TorchDispatchMode):
         self.pins: dict[int, torch.UntypedStorage] = {}
         self.num_ops = 0
         self.side_streams: dict[int, torch.cuda.Stream] = {}
-        self._stream = stream
+        self._device_index, self._raw_stream = stream.device.index, stream.cuda_stream
         self._check_storage = check_storage
         self._produced: set[int] = set()
+        self._ops = OpTable()
 
     def start(self) -> None:
         """Open a segment."""
         self.enabled, self.pins, self.num_ops = True, {}, 0
 
-    def note_reads(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Pin what is read and was not made in this capture."""
+    def note_reads(self, tensors: Iterable[torch.Tensor]) -> list[int]:
+        """Pin what is read and was not made in this capture; returns the addresses of the storages."""
+        addresses = []
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._produced and storage._cdata not in self.pins:
+            address = storage.data_ptr()
+            addresses.append(address)
+            if address not in self._produced and storage._cdata not in self.pins:
                 self._check_storage(storage)
                 self.pins[storage._cdata] = storage
+        return addresses
 
-    def note_made(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These were made in this capture."""
-        self._produced.update(t.untyped_storage().data_ptr() for t in tensors if t.is_cuda and t.numel())
+    def note_made(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """These were made in this capture; returns whether any of them has bytes on the device."""
+        has_made = False
+        for tensor in tensors:
+            if tensor.is_cuda and tensor.numel():
+                self._produced.add(tensor.untyped_storage().data_ptr())
+                has_made = True
+        return has_made
+
+    def _note_stream(self) -> None:
+        # The address of the stream, not an object made for it: this is asked for at every launch.
+        if torch._C._cuda_getCurrentRawStream(self._device_index) != self._raw_stream:
+            current = torch.cuda.current_stream(self._device_index)
+            self.side_streams[current.cuda_stream] = current
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.enabled:
             return func(*args, **kwargs)
-        with self:
-            decomposed = func.decompose(*args, **kwargs)
-        if decomposed is not NotImplemented:
-            return decomposed
-        given = [*tensors_in(list(args)), *tensors_in(list(kwargs.values()))]
-        fault = op_fault(func, args) or cuda_transfer_fault(func, args, kwargs, given)
-        if fault is not None:
-            refuse(fault)
+        facts = self._ops[func]
+        if facts.may_decompose:
+            with self:
+                decomposed = func.decompose(*args, **kwargs)
+            if decomposed is not NotImplemented:
+                return decomposed
+        given = tensors_in(*args, *kwargs.values())
+        if facts.is_suspect:
+            fault = op_fault(func, args) or cuda_transfer_fault(func, args, kwargs, given)
+            if fault is not None:
+                refuse(fault)
         out = func(*args, **kwargs)
-        self.note_reads(given)
-        storages = {t.untyped_storage().data_ptr() for t in given}
-        made = [t for t in tensors_in(out) if t.untyped_storage().data_ptr() not in storages]
-        self.note_made(made)
-        fresh = any(t.is_cuda and t.numel() for t in made)
-        writes = func._schema.is_mutable and any(t.is_cuda and t.numel() for t in given)
-        if not func.is_view and not allocates_only(func) and (fresh or writes):
+        addresses = self.note_reads(given)
+        made = [t for t in tensors_in(out) if t.untyped_storage().data_ptr() not in addresses]
+        has_made = bool(made) and self.note_made(made)
+        if facts.is_launched and (has_made or (facts.is_mutable and any(t.is_cuda and t.numel() for t in given))):
             self.num_ops += 1
-            if (current := torch.cuda.current_stream(self._stream.device)) != self._stream:
-                self.side_streams[current.cuda_stream] = current
+            self._note_stream()
         return out

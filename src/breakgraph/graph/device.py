@@ -173,6 +173,10 @@ class CaptureSession(ABC):
         """Run compiled code in the open segment that reads nothing but ``args``: tensors and numbers."""
 
     @abstractmethod
+    def unguarded(self) -> AbstractContextManager[None]:
+        """Take the watch over function calls off this thread: between two segments it sees much and says nothing."""
+
+    @abstractmethod
     def main_stream(self) -> AbstractContextManager[Any]:
         """Make the capture stream current, wherever the captured code has gone."""
 

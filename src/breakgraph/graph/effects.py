@@ -19,6 +19,7 @@ _OVERWRITES = frozenset(
         "index_copy_", "index_put_", "_index_put_impl_", "scatter_",
     )
 )  # fmt: skip
+_SEQUENCES = (list, tuple)
 # Argument names by which operators take memory to write their result into.
 _OUT_NAMES = frozenset({"out", "out0", "out1", "out2", "out3", "values", "indices"})
 
@@ -28,13 +29,15 @@ def allocates_only(func: torch._ops.OpOverload) -> bool:
     return func._schema.name in _ALLOCATES_ONLY
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an operator argument or result (a tensor, a list, or a list of lists)."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
+def tensors_in(*values: Any) -> list[torch.Tensor]:
+    """The tensors in operator arguments or results (each a tensor, a list, or a list of lists)."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, _SEQUENCES):
+            found += tensors_in(*value)
+    return found
 
 
 def bound_arguments(
@@ -59,7 +62,7 @@ def reads_and_writes(
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
     for spec, value in bound_arguments(func, args, kwargs):
-        tensors = list(tensors_in(value))
+        tensors = tensors_in(value)
         if spec.alias_info is not None and spec.alias_info.is_write:
             writes += tensors
             if not _writes_only(func, spec):

@@ -193,7 +193,7 @@ class _Operators(TorchDispatchMode):
             decomposed = func.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:
             return decomposed
-        given = [*tensors_in(list(args)), *tensors_in(list(kwargs.values()))]
+        given = tensors_in(*args, *kwargs.values())
         if not scan.quiet:
             fault = op_fault(func, args) or scan.device.transfer_fault(func, args, kwargs, given)
             if fault is not None:

@@ -83,6 +83,13 @@ def _has_bool_index(args: Sequence[Any]) -> bool:
 
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
 _MOVES_STORAGE = {"aten::resize_", "aten::resize_as_", "aten::set_"}
+_TRANSFERS = {"aten::copy_", "aten::_to_copy"}
+
+
+def is_suspect(func: torch._ops.OpOverload) -> bool:
+    """Whether :func:`op_fault` or :func:`cuda_transfer_fault` can find something; else neither need be asked."""
+    depends_on_data = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return func._schema.name in _INDEXING | _MOVES_STORAGE | _TRANSFERS or not depends_on_data.isdisjoint(func.tags)
 
 
 def op_fault(func: torch._ops.OpOverload, args: Sequence[Any]) -> Fault | None:
@@ -155,6 +162,7 @@ class HostReadGuard(TorchFunctionMode):
 
     _READS = frozenset({"tolist", "numpy", "__array__", "cpu", "__dlpack__", "__repr__", "__format__"})
     _UPLOADS = frozenset({"tensor", "as_tensor", "asarray", "scalar_tensor", "from_numpy"})
+    _WATCHED = _READS | _UPLOADS | {"to"}
 
     def __init__(
         self,
@@ -170,9 +178,9 @@ class HostReadGuard(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.enabled:
+        # Every look at a tensor's shape comes by here: what nobody watches for goes on at once.
+        if not self.enabled or (name := getattr(func, "__name__", "")) not in self._WATCHED:
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
         fault = self._fault(name, args, kwargs)
         with nullcontext() if fault is None else self._report(fault):
             made = func(*args, **kwargs)
