@@ -22,7 +22,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TESTS = (
-    *(f"tests/footguns/test_{name}_faults.py" for name in ("memory", "break", "capture", "runner", "input", "value", "rank")),
+    *(
+        f"tests/footguns/test_{name}_faults.py"
+        for name in ("memory", "break", "capture", "runner", "input", "value", "rank")
+    ),
     "tests/unit/graph", "tests/unit/runners", "tests/unit/backends", "tests/unit/test_api.py",
     "tests/footguns/test_programs.py",
 )  # fmt: skip
@@ -171,42 +174,53 @@ def copy_of_sources(folder: Path) -> Path:
     return root
 
 
-def first_failure(bug: Bug | None, tests: tuple[str, ...]) -> tuple[str | None, float]:
-    """The test that fails first, or None; and the seconds it took."""
-    started = time.perf_counter()
+def first_failure(bug: Bug | None, *rounds: tuple[str, ...]) -> tuple[str | None, float]:
+    """The test that fails first, or None; and the seconds it took. A round of tests is run if those before it pass."""
+    started, failure = time.perf_counter(), None
     with tempfile.TemporaryDirectory() as folder:
         root = copy_of_sources(Path(folder))
         if bug is not None:
             plant(bug, root)
-        environment = {**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests],
-            cwd=root, env=environment, capture_output=True, text=True,
-        )  # fmt: skip
+        for tests in rounds:
+            failure = failure or failure_in(root, tests, is_last=tests is rounds[-1])
+    return failure, time.perf_counter() - started
+
+
+def failure_in(root: Path, tests: tuple[str, ...], *, is_last: bool) -> str | None:
+    environment = {**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests],
+        cwd=root, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode == 4 and not is_last:
+        return None  # a test that there is no longer
     if done.returncode not in (0, 1, 2):
         raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return (failed[1] if failed else None if done.returncode == 0 else "collection"), time.perf_counter() - started
+    return failed[1] if failed else None if done.returncode == 0 else "collection"
 
 
 def main() -> None:
-    from breakgraph.bench.result import Metric, Result, Row, Shape, here, write_result
+    from breakgraph.bench.result import Metric, Result, Row, Shape, here, read_result, write_result
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="bugs whose name holds this text")
     parser.add_argument("--jobs", type=int, default=1, help="bugs at the same time")
     parser.add_argument("--gpu", action="store_true", help="the bugs that only a GPU shows")
+    parser.add_argument("--first", type=Path, help="an earlier result: what killed a bug then is run before the rest")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     bugs = [bug for bug in BUGS if bug.gpu == args.gpu and (args.only or "") in bug.name]
     tests = GPU_TESTS if args.gpu else TESTS
+    earlier = {row.name: row.params.get("killed_by") for row in read_result(args.first).rows} if args.first else {}
     failure, seconds = first_failure(None, tests)
     if failure is not None:
         raise SystemExit(f"{failure} fails without a bug; nothing to learn then")
     print(f"no bug: all pass, {seconds:.0f} s", flush=True)
 
     def row_of(bug: Bug) -> Row:
-        failure, seconds = first_failure(bug, tests)
+        killer = earlier.get(bug.name)
+        failure, seconds = first_failure(bug, *([(str(killer),)] if killer else []), tests)
         print(f"{'killed' if failure else 'SURVIVED':9}{bug.name}: {failure or ''} ({seconds:.0f} s)", flush=True)
         metrics = {
             "killed": Metric(value=failure is not None, unit="bool"),
