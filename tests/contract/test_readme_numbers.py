@@ -17,16 +17,24 @@ def test_the_table_is_the_report_of_the_result_file() -> None:
     ((path, table),) = BLOCK.findall(text)
     result = read_result(ROOT / path)
     head, rule, *rows = table.splitlines()
-    assert head == "| tokens | eager | breakable | full | GPU busy |"
+    columns = [f"{name} ({fusion})" for name in ("eager", "breakable", "full") for fusion in ("inductor", "unfused")]
+    assert head == f"| tokens | {' | '.join(columns)} | GPU busy |"
     assert [row.split(" ")[1] for row in rows] == ["128", "512", "2048", "8192"]
-    assert f"### ms a step, 1 request\n\n{head}\n{rule}\n" + "\n".join(rows) in render([result], "markdown")
+    written = "\n".join(("### ms a step, 1 request\n\nattention flashinfer\n", head, rule, *rows))
+    assert written in render([result], "markdown")
     assert f"({path})" in text
     versions = f"torch {result.versions.torch}, transformers {result.versions.transformers}"
     assert f"{result.where.device_name}, {versions}" in text
 
 
 def test_what_the_text_says_beside_the_table() -> None:
-    result = read_result(ROOT / "benchmarks" / "results" / "prefill_backends_8b.json")
+    result = read_result(ROOT / "benchmarks" / "results" / "prefill_8b.json")
     assert result.shape.model == "qwen3-8b"
-    assert all(row.metrics["full_equals_breakable"].value for row in result.rows)
-    assert {row.params["requests"] for row in result.rows} == {1, 4, 16}
+    assert {row.params["requests"] for row in result.rows if row.name == "prefill"} == {1}
+    for row in result.rows:
+        if row.params.get("backend") in ("breakable", "full"):
+            assert row.metrics["equals_eager"].value
+            assert row.metrics["back_to_back"].value > 0
+        if row.params.get("backend") == "breakable":
+            assert row.metrics["equals_full"].value
+            assert row.metrics["breaks"].value == 36

@@ -18,10 +18,11 @@ from breakgraph.errors import ConfigError
 from breakgraph.models import resolve_model
 
 _CASE = ("tokens", "requests", "context")
+_TURNS = "backends take turns, the GPU rests behind each step for as long as it took; medians"
 _NOTES = {
-    "prefill": "time: attention metadata, body and last-token logits, synchronised; backends take turns; medians; "
+    "prefill": "time: attention metadata, body and last-token logits, synchronised; " + _TURNS + "; "
     "host: until the call returns",
-    "decode": "time: attention metadata, body and logits, synchronised; backends take turns; medians; bytes_floor: "
+    "decode": "time: attention metadata, body and logits, synchronised; " + _TURNS + "; bytes_floor: "
     "weights and KV cache once at the rate of a copy",
     "serve": "all requests at once, greedy, answers of one length; prefix cache off; the first round is not counted",
     "capture": "time: warm-up and capture of the buckets, the fastest of the rounds; start: all until the first "

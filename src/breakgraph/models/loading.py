@@ -114,11 +114,21 @@ def _triton_refusals(source: ModelSource, device: torch.device, dtype: torch.dty
 def _random_model(
     source: ModelSource, device: torch.device, dtype: torch.dtype, experts: str, seed: int
 ) -> PreTrainedModel:
-    """Made where it stays and in its final dtype, with the initial values of the class: normal(0, 0.02), norms one."""
+    """Made where it stays and in its final dtype, with the initial values of the class: normal(0, 0.02), norms one.
+
+    With experts, token embeddings are normal(0, 1). Smaller ones drown in what attention adds, which is the mean of
+    many tokens: the tokens of a deep random model become alike (Dong et al., "Attention is not all you need", 2021),
+    all go to the same few experts, and a step costs much less than with trained weights.
+    """
     cuda_index = device.index if device.index is not None or device.type != "cuda" else torch.cuda.current_device()
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [cuda_index]), device:
         torch.manual_seed(seed)
-        return build_model(source.config, dtype, experts)
+        model = build_model(source.config, dtype, experts)
+        if has_experts(source.config):
+            embeddings = model.get_input_embeddings().weight
+            assert isinstance(embeddings, torch.Tensor)
+            torch.nn.init.normal_(embeddings)
+        return model
 
 
 def _pretrained_model(
