@@ -40,9 +40,11 @@ class AutoBackend(PlanBackend):
         super().__init__(family)
         self._choices: dict[ShapeKey, Choice] = {}
 
-    def choose(self, key: ShapeKey, choice: Choice) -> None:
-        """For the next capture under ``key``."""
-        self._choices[key] = choice
+    def choose(
+        self, key: ShapeKey, backend: str, reason: str = "", step_sec: Mapping[str, float] | None = None
+    ) -> None:  # fmt: skip
+        """For the next capture under ``key``; see :class:`Choice`."""
+        self._choices[key] = Choice(backend, reason, step_sec or {})
 
     def forget(self, key: ShapeKey) -> None:
         """Nothing is chosen for ``key``."""

@@ -79,9 +79,7 @@ class ChoosingRunner(Runner):
     def _choose(
         self, size: int, backend: str, reason: str = "", step_sec: Mapping[str, float] | None = None
     ) -> None:  # fmt: skip
-        from breakgraph.backends.auto import Choice
-
-        self.backend.choose(self.spec.key(size), Choice(backend, reason, step_sec or {}))
+        self.backend.choose(self.spec.key(size), backend, reason, step_sec)
 
     def _choose_faster(self, size: int, limit: int | None) -> int:
         """Captures and times a bucket both ways, in a family that is gone afterwards.
