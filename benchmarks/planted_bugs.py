@@ -231,7 +231,8 @@ def main() -> None:
     with ThreadPoolExecutor(args.jobs) as pool:
         rows = list(pool.map(row_of, bugs))
     device = "cuda" if args.gpu else "cpu"
-    run, where, versions = here(f"python3 benchmarks/planted_bugs.py {' '.join(sys.argv[1:-2])}".strip(), device)
+    told = [Path(word).name for word in sys.argv[1:-2]]  # of an earlier result the name is enough
+    run, where, versions = here(" ".join(("python3 benchmarks/planted_bugs.py", *told)), device)
     write_result(args.out, Result(
         run=run, where=where, versions=versions, shape=Shape(model="planted bugs", dtype="float32"), rows=tuple(rows),
         notes=(f"tests: {', '.join(tests)}; they pass without a bug",), excluded=(),
