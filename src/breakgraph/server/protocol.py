@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from breakgraph.engine.guided_params import GuidedDecodingParams
-from breakgraph.engine.guided_schema import MAX_PATTERN_CHARS
+from breakgraph.engine.guided_params import MAX_FORM_CHARS, GuidedDecodingParams
 from breakgraph.engine.sampling import MAX_LOGPROBS, SamplingParams
 
 _INT64 = 2**63
@@ -100,7 +99,7 @@ class GenerationRequest(_Body):
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
-    guided_regex: Annotated[Text, Field(max_length=MAX_PATTERN_CHARS)] | None = None
+    guided_regex: Annotated[Text, Field(max_length=MAX_FORM_CHARS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from breakgraph.engine.guided import Grammar
+from breakgraph.engine.guide import Grammar
 from breakgraph.engine.prompts import TokenPrompt
 from breakgraph.errors import ConfigError
 from breakgraph.server.answering import Envelope, EventStream, answer_whole
-from breakgraph.server.async_engine import AsyncEngine, Generation
+from breakgraph.server.async_engine import AsyncEngine
 from breakgraph.server.config import ServerConfig
 from breakgraph.server.deadline import Deadline
 from breakgraph.server.errors import ApiError
 from breakgraph.server.forms import ChatForm, CompletionForm, Echo, Form
+from breakgraph.server.generation import Generation
 from breakgraph.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
 _DEFAULT_MAX_TOKENS = 16
@@ -55,9 +56,9 @@ class Service:
             params,
             num_answers=body.num_answers,
             stop_strings=body.stop_strings,
+            grammar=grammar,
             deadline=deadline,
         )
-        del grammar  # the requests hold it now
         return await self._respond(generation, form, body, request)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
@@ -78,9 +79,9 @@ class Service:
             params,
             num_answers=body.num_answers,
             stop_strings=body.stop_strings,
+            grammar=grammar,
             deadline=deadline,
         )
-        del grammar  # the requests hold it now
         return await self._respond(generation, form, body, request)
 
     def check_model(self, name: str) -> None:
@@ -99,7 +100,7 @@ class Service:
         return await self.engine.encode(prompt) if isinstance(prompt, str) else TokenPrompt(prompt)
 
     async def _compile(self, body: GenerationRequest, num_answers: int, deadline: Deadline) -> Grammar | None:
-        """The form that the body asks for, to be held until the requests are made. Raises ApiError, QueueFullError."""
+        """The form that the body asks for. Raises ApiError, QueueFullError, and what keeps grammars from being made."""
         try:
             params = body.guided_decoding()
             if params is None:
