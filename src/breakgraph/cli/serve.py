@@ -70,8 +70,11 @@ def run(args: argparse.Namespace) -> int:
 def _serve_replicas(args: argparse.Namespace, config: ServerConfig) -> int:
     if find_spec("ray") is None:
         raise ConfigError("replicas need Ray Serve; run: pip install 'breakgraph[ray]'")
-    # Before Ray is imported: it reports its use over the network otherwise.
+    # Before Ray is imported, which reads them: it reports its use over the network otherwise, and a cluster of this
+    # machine alone would listen on every interface.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if args.ray_address is None:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     from breakgraph.server.replicas import serve_replicas
 
     serve_replicas(options.engine_options(args), config, args.replicas, args.ray_address)
