@@ -117,8 +117,8 @@ class Generation:
         params: of every answer; n is not looked at.
         num_answers: to each prompt.
         stop_strings: each ends the answer that it appears in.
-        grammar: of the form that the params ask for.
         deadline: of all answers together.
+        grammar: of the form that the params ask for, if they do.
 
     Raises:
         QueueFullError, PromptError: nothing was queued.
@@ -132,8 +132,8 @@ class Generation:
         *,
         num_answers: int,
         stop_strings: Sequence[str],
-        grammar: Grammar | None,
         deadline: Deadline,
+        grammar: Grammar | None = None,
     ) -> None:
         self.prompts = prompts
         self._engine = engine

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -243,14 +244,18 @@ def _keep_grpc_on_loopback() -> None:
 
 
 def serve_replicas(
-    engine_options: Mapping[str, Any], config: ServerConfig, num_replicas: int, ray_address: str | None
+    engine_options: Mapping[str, Any],
+    config: ServerConfig,
+    bound: socket.socket,
+    num_replicas: int,
+    ray_address: str | None,
 ) -> None:
-    """Serves until the process is told to stop.
+    """Serves at the address that was bound until the process is told to stop.
 
     Args:
         ray_address: of a running Ray cluster; None starts one of this process alone, on loopback.
 
-    Raises ConfigError when the address cannot be listened on; whatever keeps replicas from starting comes through.
+    Raises ConfigError when somebody else listens there meanwhile; whatever keeps replicas from starting comes through.
     """
     import ray
     from ray import serve
@@ -277,10 +282,10 @@ def serve_replicas(
     )
     try:
         serve.start(proxy_location="Disabled")
-        bound = deployment.bind(dict(engine_options), config, is_on_loopback=ray_address is None)
-        handle = serve.run(bound, name=_APPLICATION, route_prefix=None)
+        application = deployment.bind(dict(engine_options), config, is_on_loopback=ray_address is None)
+        handle = serve.run(application, name=_APPLICATION, route_prefix=None)
         model = config.served_model_name or engine_options["model"]
-        listen_and_serve(front_app(handle, config.api_key), config, model)
+        listen_and_serve(front_app(handle, config.api_key), config, bound, model)
     finally:
         serve.shutdown()
         ray.shutdown()

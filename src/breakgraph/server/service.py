@@ -56,8 +56,8 @@ class Service:
             params,
             num_answers=body.num_answers,
             stop_strings=body.stop_strings,
-            grammar=grammar,
             deadline=deadline,
+            grammar=grammar,
         )
         return await self._respond(generation, form, body, request)
 
@@ -79,8 +79,8 @@ class Service:
             params,
             num_answers=body.num_answers,
             stop_strings=body.stop_strings,
-            grammar=grammar,
             deadline=deadline,
+            grammar=grammar,
         )
         return await self._respond(generation, form, body, request)
 
