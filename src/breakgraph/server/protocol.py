@@ -43,6 +43,10 @@ _UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "tool_choice": ((None, "none", "auto"), "tools are not supported"),
     "functions": ((None, []), "functions are not supported"),
     "function_call": ((None, "none", "auto"), "functions are not supported"),
+    "parallel_tool_calls": ((None, True, False), "tools are not supported"),
+    "store": ((None, False), "store is not supported: nothing is kept"),
+    "metadata": ((None, {}), "metadata is not supported: nothing is kept"),
+    "service_tier": ((None, "auto", "default"), "service_tier is not supported: all requests are served alike"),
     "audio": ((None,), "audio is not supported"),
     "modalities": ((None, ["text"]), "only text is supported"),
 }
