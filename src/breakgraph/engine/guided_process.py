@@ -119,7 +119,7 @@ class GuideProcesses:
     def _keep(self, params: GuidedDecodingParams, grammar: RemoteGrammar) -> None:
         self._kept[params] = grammar
         self._kept.move_to_end(params)
-        if len(self._kept) > _NUM_KEPT:
+        while len(self._kept) > _NUM_KEPT:
             self._kept.popitem(last=False)
 
     def _refusal(self, params: GuidedDecodingParams, answer: dict[str, Any]) -> str | None:
