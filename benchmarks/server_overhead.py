@@ -39,7 +39,7 @@ from breakgraph.engine.engine_thread import TokenEvent
 from breakgraph.engine.request import Request
 from breakgraph.models.smollm2 import ensure_smollm2
 from breakgraph.models.source import DEFAULT_CACHE_DIR
-from breakgraph.server import async_engine
+from breakgraph.server import generation
 from breakgraph.server.config import ServerConfig
 from breakgraph.server.run import make_server, make_service
 from breakgraph.server.service import Service
@@ -65,13 +65,13 @@ class Watch:
         self.num_events = 0
         self._submit = service.engine.submit
         service.engine.submit = self._timed_submit  # type: ignore[method-assign]
-        take = async_engine._Answer.take
+        take = generation._Answer.take
 
-        def watched_take(answer: Any, index: int, event: TokenEvent) -> async_engine.Delta:
+        def watched_take(answer: Any, index: int, event: TokenEvent) -> generation.Delta:
             self._taken.get().append(self.due_of[event.request.request_id][answer.num_tokens])
             return take(answer, index, event)
 
-        async_engine._Answer.take = watched_take  # type: ignore[method-assign]
+        generation._Answer.take = watched_take  # type: ignore[method-assign]
 
     def _timed_submit(self, requests: Sequence[Request]) -> Any:
         self.due_of[requests[0].request_id] = []

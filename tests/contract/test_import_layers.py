@@ -55,9 +55,9 @@ SERVER_ONLY = {"fastapi", "jinja2", "prometheus_client", "pydantic", "pydantic_c
     "typing_extensions",
     "uvicorn",
 }
-# Triton comes with the CUDA builds of torch, not with the CPU ones; FlashInfer, matplotlib, Ray and xgrammar are
-# extras; vLLM is compared with where it is installed.
-OPTIONAL = {"flashinfer", "matplotlib", "ray", "triton", "vllm", "xgrammar"}
+# Triton comes with the CUDA builds of torch, not with the CPU ones; FlashInfer, matplotlib, Ray, which brings grpc, and
+# xgrammar are extras; vLLM is compared with where it is installed.
+OPTIONAL = {"flashinfer", "grpc", "matplotlib", "ray", "triton", "vllm", "xgrammar"}
 
 
 def target_unit(target: str) -> str:

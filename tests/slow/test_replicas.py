@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import signal
@@ -11,11 +12,14 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tiny_models import save_tiny_model
 from unit.engine.byte_tokenizer import byte_tokenizer
@@ -33,32 +37,24 @@ SIZES = (
 
 def descendants(pid: int) -> dict[int, str]:
     """Command lines by process id."""
-    found: dict[int, str] = {}
-    parents: dict[int, int] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            stat = (folder / "stat").read_text()
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
-        found[int(folder.name)] = command
-    below = {pid}
-    while more := {child for child, parent in parents.items() if parent in below and child not in below}:
-        below |= more
-    return {child: found[child] for child in below - {pid}}
+    found = {}
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):
+            found[process.pid] = " ".join(process.cmdline())
+    return found
 
 
 def replica_pids(server: int) -> set[int]:
     return {pid for pid, command in descendants(server).items() if command.startswith("ray::ServeReplica")}
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Its address and its process; none of what it started outlives the test."""
-    save_tiny_model("llama", tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    arguments = ["serve", "--model", str(tmp_path), "--served-model-name", "tiny", "--replicas", "2", "--port", "0"]
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """Its address and its process, which ends by SIGTERM with status 0; nothing of what it started outlives it."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    save_tiny_model("llama", folder)
+    byte_tokenizer().save_pretrained(folder)
+    arguments = ["serve", "--model", str(folder), "--served-model-name", "tiny", "--replicas", "2", "--port", "0"]
     command = [sys.executable, "-m", "breakgraph", *arguments, "--drain-timeout", "5", *SIZES.split()]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     started: set[int] = set()
@@ -75,9 +71,14 @@ def server(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         reading = threading.Thread(target=process.stderr.read)  # nobody may wait for room in the pipe
         reading.start()
         started |= descendants(process.pid).keys()
-        yield found.group(1), process
-    finally:
+        yield found.group(1), process.pid
         started |= descendants(process.pid).keys()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=90) == 0
+        assert [pid for pid in started if _command(pid).startswith("ray::ServeReplica")] == []
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            started |= descendants(process.pid).keys()
         process.kill()
         process.wait()
         for pid in started:
@@ -94,6 +95,12 @@ def _command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return ""
+
+
+@pytest.fixture
+def http(server: tuple[str, int]) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server[0], timeout=120) as client:
+        yield client
 
 
 def ask(http: httpx.Client, prompt: str) -> tuple[str, str]:
@@ -114,51 +121,87 @@ def ask(http: httpx.Client, prompt: str) -> tuple[str, str]:
     return text, "cut off"
 
 
-def test_one_of_two_replicas_is_killed_under_load(server: tuple[str, subprocess.Popen[str]]) -> None:
-    url, process = server
-    with httpx.Client(base_url=url, timeout=120) as http:
-        expected = {prompt: ask(http, prompt) for prompt in PROMPTS}
-        assert {how for _, how in expected.values()} == {"done"}
-        # The same beginning goes to the replica that has it in its prefix cache.
-        for prompt in PROMPTS[:3]:
-            body = BODY | {"prompt": prompt, "stream": False, "max_tokens": 1}
-            usage = http.post("/v1/completions", json=body).json()["usage"]
-            assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+def is_loopback(address: str) -> bool:
+    ip = ipaddress.ip_address(address)
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
 
-        before = replica_pids(process.pid)
-        assert len(before) == 2
-        victim = min(before)
-        num_running = threading.Barrier(NUM_CLIENTS + 1)
-        is_over = threading.Event()
-        outcomes: Counter[str] = Counter()
-        wrong: list[tuple[str, str]] = []
-        lock = threading.Lock()
 
-        def client(prompt: str) -> None:
-            num_running.wait()
-            with httpx.Client(base_url=url, timeout=120) as own:
-                while not is_over.is_set():
-                    text, how = ask(own, prompt)
-                    with lock:
-                        outcomes[how] += 1
-                        if not expected[prompt][0].startswith(text) or (how == "done" and text != expected[prompt][0]):
-                            wrong.append((prompt, text))
+def test_nothing_listens_beyond_loopback(server: tuple[str, int], http: httpx.Client) -> None:
+    """Ray's own processes neither, those that the first request starts among them."""
+    assert ask(http, PROMPTS[0])[1] == "done"
+    listening: set[tuple[str, str]] = set()
+    for pid, command in {server[1]: "serve", **descendants(server[1])}.items():
+        with suppress(psutil.NoSuchProcess):
+            sockets = psutil.Process(pid).net_connections("inet")
+            listening |= {(command, found.laddr.ip) for found in sockets if not found.raddr}
+    for part in ("serve", "gcs_server", "raylet/raylet", "ray::ServeReplica", "ray::ServeController"):
+        assert any(part in command for command, _ in listening), part
+    assert {found for found in listening if not is_loopback(found[1])} == set()
 
-        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-            clients = [pool.submit(client, prompt) for prompt in PROMPTS]
-            num_running.wait()
-            while sum(outcomes.values()) < NUM_CLIENTS:
-                pass
-            os.kill(victim, signal.SIGKILL)
-            while len(now := replica_pids(process.pid)) < 2 or victim in now:
-                is_over.wait(0.1)
-            is_over.set()
-            for done in clients:
-                done.result()
-        assert wrong == []
-        assert outcomes.keys() <= {"done", "replica_died"}
-        assert 0 < outcomes["replica_died"] <= NUM_CLIENTS
-        assert {prompt: ask(http, prompt) for prompt in PROMPTS} == expected
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=90) == 0
-    assert replica_pids(process.pid) == set()
+
+def test_metrics_and_graphs_are_those_of_both(server: tuple[str, int], http: httpx.Client) -> None:
+    def replays() -> dict[str, int]:
+        replicas = http.get("/v1/graphs").json()["replicas"]
+        return {found["replica"]: sum(phase["num_replays"] for phase in found["phases"]) for found in replicas}
+
+    before = replays()
+    assert ask(http, "aaaa")[1] == "done"
+    after = replays()
+    assert len(after) == 2
+    assert sum(after.values()) - sum(before.values()) >= BODY["max_tokens"]
+    samples = [
+        sample.labels["replica"]
+        for family in text_string_to_metric_families(http.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == "breakgraph_kv_blocks"
+    ]
+    assert set(samples) == after.keys()
+    page = http.get("/v1/graphs", headers={"Accept": "text/html"}).text
+    assert all(f"Replica {name}" in page for name in after)
+
+
+def test_one_of_two_replicas_is_killed_under_load(server: tuple[str, int], http: httpx.Client) -> None:
+    url, pid = server
+    expected = {prompt: ask(http, prompt) for prompt in PROMPTS}
+    assert {how for _, how in expected.values()} == {"done"}
+    # The same beginning goes to the replica that has it in its prefix cache.
+    for prompt in PROMPTS[:3]:
+        body = BODY | {"prompt": prompt, "stream": False, "max_tokens": 1}
+        usage = http.post("/v1/completions", json=body).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+    before = replica_pids(pid)
+    assert len(before) == 2
+    victim = min(before)
+    num_running = threading.Barrier(NUM_CLIENTS + 1)
+    is_over = threading.Event()
+    outcomes: Counter[str] = Counter()
+    wrong: list[tuple[str, str]] = []
+    lock = threading.Lock()
+
+    def client(prompt: str) -> None:
+        num_running.wait()
+        with httpx.Client(base_url=url, timeout=120) as own:
+            while not is_over.is_set():
+                text, how = ask(own, prompt)
+                with lock:
+                    outcomes[how] += 1
+                    if not expected[prompt][0].startswith(text) or (how == "done" and text != expected[prompt][0]):
+                        wrong.append((prompt, text))
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        clients = [pool.submit(client, prompt) for prompt in PROMPTS]
+        num_running.wait()
+        while sum(outcomes.values()) < NUM_CLIENTS:
+            is_over.wait(0.01)  # the clients need this process
+        os.kill(victim, signal.SIGKILL)
+        while len(now := replica_pids(pid)) < 2 or victim in now:
+            is_over.wait(0.1)
+        is_over.set()
+        for done in clients:
+            done.result()
+    assert wrong == []
+    assert outcomes.keys() <= {"done", "replica_died"}
+    assert 0 < outcomes["replica_died"] <= NUM_CLIENTS
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        assert list(pool.map(ask, [http] * NUM_CLIENTS, PROMPTS)) == list(expected.values())

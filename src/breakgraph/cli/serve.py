@@ -53,26 +53,32 @@ def run(args: argparse.Namespace) -> int:
     if args.load_format == "dummy":
         # Said before the model is made.
         raise ConfigError("--load-format dummy has no tokenizer, and a server needs one")
-    args.api_key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    if args.api_key is None:
+        args.api_key = os.environ.get(KEY_VARIABLE)
     config = ServerConfig(**{field.name: getattr(args, field.name) for field in dataclasses.fields(ServerConfig)})
     if args.replicas < 1:
         raise ConfigError(f"--replicas must be an integer >= 1, got {args.replicas}")
     if args.replicas > 1 or args.ray_address is not None:
         return _serve_replicas(args, config)
     from breakgraph.engine.llm import LLM
-    from breakgraph.server.run import serve
+    from breakgraph.server.run import bind, serve
 
-    with LLM(**options.engine_options(args)) as llm:
-        serve(llm, config)
+    with bind(config) as bound, LLM(**options.engine_options(args)) as llm:
+        serve(llm, config, bound)
     return 0
 
 
 def _serve_replicas(args: argparse.Namespace, config: ServerConfig) -> int:
     if find_spec("ray") is None:
         raise ConfigError("replicas need Ray Serve; run: pip install 'breakgraph[ray]'")
-    # Before Ray is imported: it reports its use over the network otherwise.
+    # Before Ray is imported, which reads them: it reports its use over the network otherwise, and a cluster of this
+    # machine alone would listen on every interface.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if args.ray_address is None:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     from breakgraph.server.replicas import serve_replicas
+    from breakgraph.server.run import bind
 
-    serve_replicas(options.engine_options(args), config, args.replicas, args.ray_address)
+    with bind(config) as bound:
+        serve_replicas(options.engine_options(args), config, bound, args.replicas, args.ray_address)
     return 0

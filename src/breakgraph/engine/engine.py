@@ -14,6 +14,7 @@ from breakgraph.attention import KVCacheBuffers
 from breakgraph.engine.config import EngineConfig
 from breakgraph.engine.detokenizer import Detokenizer
 from breakgraph.engine.device_memory import MemoryPlan
+from breakgraph.engine.guide import Grammar, known_masks
 from breakgraph.engine.guided import GrammarCompiler
 from breakgraph.engine.kv_cache import num_blocks_for
 from breakgraph.engine.memory_report import MemoryReport, memory_report
@@ -153,6 +154,7 @@ class Engine:
         *,
         index: int = 0,
         with_text: bool = True,
+        grammar: Grammar | None = None,
     ) -> Request:
         """Checks a request and makes it ready for `add`. Changes nothing, so any thread may call it at any time.
 
@@ -162,6 +164,7 @@ class Engine:
             prompt: the text that the prompt was made from, if any.
             index: which of the n answers; a seed is raised by it, and only the first has `prompt_logprobs`.
             with_text: whether the request makes text of its tokens; without, it has token ids only.
+            grammar: of the form that the params ask for; without, it is compiled here.
 
         Raises EmptyPromptError, PromptTooLongError, RequestTooLargeError, PromptError (a token id that the model does
         not have), or ConfigError (stop strings without a tokenizer, a form that cannot be guided to).
@@ -175,6 +178,8 @@ class Engine:
             params = dataclasses.replace(params, prompt_logprobs=None)
         max_model_len = self.config.sizes.max_model_len
         tokenizer = self.tokenizer if with_text else None
+        if grammar is None and params.guided_decoding is not None:
+            grammar = self.grammars.compile(params.guided_decoding)
         request = Request(
             request_id=next(self._request_ids),
             prompt=prompt,
@@ -185,7 +190,7 @@ class Engine:
             index=index,
             detokenizer=None if tokenizer is None else Detokenizer(tokenizer, prompt_token_ids),
             generator=None if params.seed is None else self.sampler.make_generator(_wrap_int64(params.seed + index)),
-            guide=None if params.guided_decoding is None else self.grammars.compile(params.guided_decoding).guide(),
+            guide=None if grammar is None else grammar.guide(),
         )
         self.scheduler.check_fits(request)
         return request
@@ -278,8 +283,13 @@ class Engine:
             )
 
     def _sample(self, step: ScheduledStep, logits_RV: Any) -> list[int | None]:
-        """One entry a row: None for chunks that don't reach the end of their prompt."""
+        """One entry a row: None for chunks that don't reach the end of their prompt, and for those whose guides do not
+        know yet what may follow."""
         wanted = [i for i, row in enumerate(step.rows) if row.needs_sample]
+        # Found while the device still runs the step.
+        guides = {i: guide for i in wanted if (guide := step.rows[i].request.guide) is not None}
+        masks = known_masks(guides, others_go_on=len(guides) < len(step.rows))
+        wanted = [i for i in wanted if i not in guides or i in masks]
         token_ids: list[int | None] = [None] * len(step.rows)
         if not wanted:
             return token_ids
@@ -290,9 +300,8 @@ class Engine:
         histories: list[History] = []
         if any(p.has_penalties for p in params):
             histories = [History(r.prompt_token_ids, r.output_token_ids) for r in requests]
-        # Found while the device still runs the step.
-        masks = {i: r.guide.allowed() for i, r in enumerate(requests) if r.guide is not None}
-        drawn = self.sampler.sample(logits_RV, params, generators, histories, masks)
+        by_place = {place: masks[i] for place, i in enumerate(wanted) if i in masks}
+        drawn = self.sampler.sample(logits_RV, params, generators, histories, by_place)
         for i, token_id in zip(wanted, drawn, strict=True):
             token_ids[i] = token_id
         return token_ids

@@ -6,74 +6,64 @@ compiles the grammar for the vocabulary and says before each token which ones ma
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from breakgraph.engine.guide import NO_TOKEN_FITS, Grammar, stop_mask
 from breakgraph.engine.guided_params import GuidedDecodingParams
+from breakgraph.engine.guided_worker import compile_grammar, reason_of
 from breakgraph.errors import ConfigError
 
 _CACHE_BYTES = 256 << 20
 _MAX_THREADS = 4
-_SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+: ")
+CANNOT_BEGIN = "no token of the vocabulary can begin an answer of the form that is asked for"
 
 
-class Guide:
-    """Where one answer is in its grammar. Owns: the matcher.
-
-    Attributes:
-        is_stuck: no token that the model has fits here, so the answer can only be given up.
-    """
+class _MatcherGuide:
+    """One answer. Owns: the matcher."""
 
     def __init__(self, compiled: Any, stop_token_ids: Iterable[int], vocab_size: int) -> None:
         from xgrammar import GrammarMatcher
 
+        self.failure: str | None = None
         self._matcher = GrammarMatcher(compiled)
         self._stop_token_ids = tuple(stop_token_ids)
         self._num_words = -(-vocab_size // 32)
-        self.is_stuck = False
 
     def allowed(self) -> Tensor:
-        """The tokens that may come next, as bits of int32 [ceil(V / 32)], the first of a word in its lowest bit.
-
-        Stop tokens are among them where the answer may end; and where nothing fits, so that something can be drawn.
-        """
         bits_1W = torch.zeros(1, self._num_words, dtype=torch.int32)
         if not self._matcher.fill_next_token_bitmask(bits_1W):
             bits_1W.fill_(-1)
-        if not bits_1W.any():
-            self.is_stuck = True
-            for token_id in self._stop_token_ids:
-                # The sign of a word is its highest bit.
-                bits_1W[0, token_id // 32] |= torch.tensor(1 << token_id % 32).to(torch.int32)
-        return bits_1W[0]
+        if bits_1W.any():
+            return bits_1W[0]
+        self.failure = NO_TOKEN_FITS
+        return stop_mask(self._stop_token_ids, self._num_words)
+
+    def wait(self, timeout_sec: float) -> None:
+        """It always knows."""
 
     def accept(self, token_id: int) -> None:
-        """Goes on by a token that was allowed."""
         if not self._matcher.accept_token(token_id):
-            self.is_stuck = True
+            self.failure = NO_TOKEN_FITS
 
 
-class Grammar:
-    """A compiled grammar; any number of answers at a time may be guided by it."""
-
+class _CompiledGrammar:
     def __init__(self, compiled: Any, stop_token_ids: Iterable[int], vocab_size: int) -> None:
         self._compiled = compiled
         self._stop_token_ids = tuple(stop_token_ids)
         self._vocab_size = vocab_size
 
-    def guide(self) -> Guide:
-        """At the beginning of an answer."""
-        return Guide(self._compiled, self._stop_token_ids, self._vocab_size)
+    def guide(self) -> _MatcherGuide:
+        return _MatcherGuide(self._compiled, self._stop_token_ids, self._vocab_size)
 
 
 class GrammarCompiler:
-    """Makes grammars for one tokenizer. Thread-safe.
+    """Makes grammars for one tokenizer, in this process and without limits: for those that its user wrote. Thread-safe.
 
     A grammar that somebody holds is found again at once; of the others those used last are kept in a cache.
 
@@ -89,48 +79,57 @@ class GrammarCompiler:
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._compiler: Any | None = None
-        self._held: WeakValueDictionary[GuidedDecodingParams, Grammar] = WeakValueDictionary()
+        self._held: WeakValueDictionary[GuidedDecodingParams, _CompiledGrammar] = WeakValueDictionary()
 
     def compile(self, params: GuidedDecodingParams) -> Grammar:
-        """May take seconds.
+        """May take seconds, and minutes or all memory for nested repetitions.
 
         Raises ConfigError: xgrammar is not installed, there is no tokenizer or no end-of-sequence token, the schema or
         expression cannot be compiled, or the vocabulary has no token for its beginning.
         """
         grammar = self._held.get(params)
         if grammar is None:
-            grammar = Grammar(self._compiled(params), self._eos_token_ids, self._vocab_size)
+            grammar = _CompiledGrammar(self._compiled(params), self._eos_token_ids, self._vocab_size)
             first = grammar.guide()
             first.allowed()
-            if first.is_stuck:
-                raise ConfigError("no token of the vocabulary can begin an answer of the form that is asked for")
+            if first.failure is not None:
+                raise ConfigError(CANNOT_BEGIN)
             self._held[params] = grammar
         return grammar
 
     def _compiled(self, params: GuidedDecodingParams) -> Any:
         compiler = self._open()
         try:
-            if params.schema is not None:
-                return compiler.compile_json_schema(params.schema, any_whitespace=False, strict_mode=False)
-            return compiler.compile_regex(params.regex)
+            return compile_grammar(compiler, params.schema, params.regex)
         except Exception as error:  # of whatever class its C++ has for this
-            kind = "regex" if params.schema is None else "JSON schema"
-            raise ConfigError(f"the {kind} cannot be used: {_SOURCE_LINE.sub('', str(error)).strip()}") from error
+            raise ConfigError(unusable(params, reason_of(error))) from error
 
     def _open(self) -> Any:
-        if self._tokenizer is None or not self._eos_token_ids:
-            missing = "a tokenizer" if self._tokenizer is None else "an end-of-sequence token"
-            raise ConfigError(f"guided decoding needs {missing}, and this model has none")
-        try:
-            import xgrammar
-        except ImportError as error:
-            raise ConfigError("guided decoding needs xgrammar; run: pip install 'breakgraph[guided]'") from error
         with self._lock:
             if self._compiler is None:
-                vocabulary = xgrammar.TokenizerInfo.from_huggingface(
-                    self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=self._eos_token_ids
-                )
-                self._compiler = xgrammar.GrammarCompiler(
-                    vocabulary, max_threads=_MAX_THREADS, cache_limit_bytes=_CACHE_BYTES
-                )
+                vocabulary = open_vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
+                from xgrammar import GrammarCompiler
+
+                self._compiler = GrammarCompiler(vocabulary, max_threads=_MAX_THREADS, cache_limit_bytes=_CACHE_BYTES)
             return self._compiler
+
+
+def open_vocabulary(tokenizer: Any | None, vocab_size: int, eos_token_ids: Sequence[int]) -> Any:
+    """xgrammar's view of a vocabulary. Raises ConfigError without xgrammar, a tokenizer or an end-of-sequence token."""
+    if tokenizer is None or not eos_token_ids:
+        missing = "a tokenizer" if tokenizer is None else "an end-of-sequence token"
+        raise ConfigError(f"guided decoding needs {missing}, and this model has none")
+    try:
+        from xgrammar import TokenizerInfo
+    except ImportError as error:
+        raise ConfigError("guided decoding needs xgrammar; run: pip install 'breakgraph[guided]'") from error
+    return TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=list(eos_token_ids))
+
+
+def kind_of(params: GuidedDecodingParams) -> str:
+    return "regex" if params.schema is None else "JSON schema"
+
+
+def unusable(params: GuidedDecodingParams, reason: str) -> str:
+    """What to say of a form that xgrammar refuses."""
+    return f"the {kind_of(params)} cannot be used: {reason}"

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from breakgraph.engine.guided_schema import MAX_PATTERN_CHARS, misfits
+from breakgraph.engine.guided_schema import misfits
 from breakgraph.errors import ConfigError
 
-MAX_SCHEMA_CHARS = 64 << 10
-"""Of a schema as JSON text."""
+MAX_FORM_CHARS = 120_000
+"""Of a regular expression, and of a schema as JSON text: so many OpenAI allows for the names and values of a schema."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class GuidedDecodingParams:
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
-    """What the whole answer must match; 512 characters at most, no look-around, back-references or word boundaries."""
+    """What the whole answer must match; no look-around, back-references or word boundaries."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("json", "json_object", "regex") if getattr(self, name) not in (None, False)]
@@ -40,10 +40,9 @@ class GuidedDecodingParams:
             raise ConfigError(f"regex must be a string, got {self.regex!r}")
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
-        if len(self.schema or "") > MAX_SCHEMA_CHARS:
-            raise ConfigError(f"a schema has {MAX_SCHEMA_CHARS} characters at most, got {len(self.schema or '')}")
-        if len(self.regex or "") > MAX_PATTERN_CHARS:
-            raise ConfigError(f"a regex has {MAX_PATTERN_CHARS} characters at most, got {len(self.regex or '')}")
+        for kind, text in (("schema", self.schema), ("regex", self.regex)):
+            if len(text or "") > MAX_FORM_CHARS:
+                raise ConfigError(f"a {kind} has {MAX_FORM_CHARS} characters at most, got {len(text or '')}")
 
     @property
     def schema(self) -> str | None:

@@ -6,10 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-MAX_PATTERN_CHARS = 512
-"""Of a regular expression. Compiling takes time by the square of its length: many seconds for a large vocabulary, if
-every character is optional."""
-
 _NOT_KEPT = frozenset(
     {"$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if"}
     | {"maxContains", "minContains", "multipleOf", "not", "then", "unevaluatedItems", "unevaluatedProperties"}
@@ -107,8 +103,6 @@ def _of_strings(schema: Mapping[str, Any], path: str) -> Iterator[str]:
     for name, pattern in (("pattern", schema.get("pattern")), *(("patternProperties", key) for key in names)):
         if not isinstance(pattern, str):
             continue
-        if len(pattern) > MAX_PATTERN_CHARS:
-            yield f"{path}.{name} of {len(pattern)} characters (write it with {MAX_PATTERN_CHARS} at most)"
         if any(map(_needs_escape, _WRITTEN_CHAR.finditer(pattern))):
             yield f"{path}.{name} with a quote, backslash or control character (leave them out)"
 

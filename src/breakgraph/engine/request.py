@@ -13,13 +13,9 @@ from breakgraph.engine.sampling import SamplingParams
 if TYPE_CHECKING:
     import torch
 
-    from breakgraph.engine.guided import Guide
+    from breakgraph.engine.guide import Guide
     from breakgraph.engine.prefix_cache import PrefixNode
     from breakgraph.engine.sampler import TokenLogprobs
-
-
-NO_TOKEN_FITS = "the vocabulary has no token with which the answer keeps to its form"
-"""Why a guided answer was given up."""
 
 
 class RequestStatus(Enum):
@@ -115,8 +111,8 @@ class Request:
             self.output_logprobs.append(logprobs)
         if self.guide is not None:
             self.guide.accept(token_id)
-        if self.guide is not None and self.guide.is_stuck:
-            self.finish_reason, self.stop_reason = "abort", NO_TOKEN_FITS
+        if self.guide is not None and self.guide.failure is not None:
+            self.finish_reason, self.stop_reason = "abort", self.guide.failure
         elif not self.params.ignore_eos and token_id in self.eos_token_ids:
             self.finish_reason = "stop"
         elif token_id in (self.params.stop_token_ids or ()):

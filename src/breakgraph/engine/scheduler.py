@@ -120,7 +120,8 @@ class Scheduler:
         logprobs: Mapping[int, TokenLogprobs] = MappingProxyType({}),
     ) -> list[Request]:
         """Books a step that succeeded: one token id a row, None where `needs_sample` is False; `logprobs` by row,
-        of that token or of the next one of the prompt.
+        of that token or of the next one of the prompt. A row that needs a sample and has None computes its last token
+        again in the next step.
 
         Returns the requests that are finished by it; their blocks are free again, or idle in the prefix cache. When a
         row raises, those before it are booked; what they finished is returned by the next commit.
@@ -136,8 +137,10 @@ class Scheduler:
 
     def _commit_row(self, row: ScheduledRow, token_id: int | None, logprobs: TokenLogprobs | None) -> None:
         request = row.request
-        if row.needs_sample:
-            assert token_id is not None, f"request {request.request_id} got no token"
+        if row.needs_sample and token_id is None:
+            row = ScheduledRow(request, row.num_new_tokens - 1)
+        elif row.needs_sample:
+            assert token_id is not None
             request.append_token(token_id, logprobs)
             if request.finish_reason is not None:
                 self._finished.append(request)

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from breakgraph.server.async_engine import Delta, Generation
 from breakgraph.server.errors import as_api_error
 from breakgraph.server.forms import Form
+from breakgraph.server.generation import Delta, Generation
 
 T = TypeVar("T")
 

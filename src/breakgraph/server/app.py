@@ -108,7 +108,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return Response(service.engine.metrics.text(), media_type=figures.CONTENT_TYPE)
 
     html = {"text/html": {"schema": {"type": "string"}}}
-    graphs_body = {"model": responses.GraphsState, "content": html}
+    graphs_body: dict[str, Any] = {"model": responses.GraphsState | responses.ReplicaGraphs, "content": html}
 
     @app.get("/v1/graphs", responses={**_refusals(401, 503), 200: graphs_body})
     async def graphs(request: Request) -> Response:

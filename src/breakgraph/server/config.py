@@ -43,7 +43,7 @@ class ServerConfig:
         for name in ("served_model_name", "api_key"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise ConfigError(f"{name} must be a non-empty string, got {value!r}")
+                raise ConfigError(f"{name} must be a non-empty string, got {value!r}; leave it out for none")
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

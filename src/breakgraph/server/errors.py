@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 from breakgraph.errors import BreakgraphError, ClosedError, ConfigError, PromptTooLongError, QueueFullError
@@ -88,7 +89,7 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no valid JSON: {first['ctx']['error']}", code="invalid_json")
-    path = [part for part in first["loc"][1:] if not isinstance(part, str) or part.isidentifier()]
+    path = _path(first)
     message, context = first["msg"], first.get("ctx", {})
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown parameter: {_join(path)}", param=_join(path), code="unknown_parameter")
@@ -96,18 +97,37 @@ def _validation_error(error: RequestValidationError) -> ApiError:
         return ApiError(400, message, param=context["param"], code="unsupported_parameter")
     if not path:
         return ApiError(400, f"the body must be a JSON object, sent as application/json: {message}")
-    return ApiError(400, f"{_join(path)}: {message}", param=str(path[0]), code="invalid_value")
+    # Where there are several forms to choose from, each says why it is none of them.
+    messages = dict.fromkeys(other["msg"] for other in error.errors() if _path(other) == path)
+    return ApiError(400, f"{_join(path)}: {', or '.join(messages)}", param=str(path[0]), code="invalid_value")
+
+
+def _path(fault: dict[str, Any]) -> list[str | int]:
+    """Where in the body, without the forms that were tried there."""
+    return [part for part in fault["loc"][1:] if not isinstance(part, str) or part.isidentifier()]
 
 
 def _join(path: list[str | int]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
+def _no_route(request: Request, error: Exception) -> ApiError | None:
+    """What to say of a path or a method that is not there."""
+    if not isinstance(error, HTTPException) or error.status_code not in (404, 405):
+        return None
+    method, path = request.method, request.url.path
+    if error.status_code == 405:
+        message = f"{method} is not allowed for {path}, {Headers(error.headers).get('allow', 'another method')} is"
+    else:
+        message = f"there is nothing at {path[:200]}; GET /openapi.json lists what there is"
+    return ApiError(error.status_code, message, code=_CODES[error.status_code], headers=error.headers)
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Whatever is refused gets OpenAI's form, unknown paths and methods too. All else is for AnswerFailures."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response()
+        return (_no_route(request, error) or as_api_error(error)).response()
 
     for kind in (ApiError, RequestValidationError, HTTPException, BreakgraphError):
         app.add_exception_handler(kind, handle)

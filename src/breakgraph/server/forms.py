@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from breakgraph.engine.sampler import TokenLogprobs
-from breakgraph.server.async_engine import Delta
+from breakgraph.server.generation import Delta
 from breakgraph.server.responses import ChatLogprobs, CompletionLogprobs, TopLogprob
 from breakgraph.server.token_text import token_bytes, token_text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
@@ -15,7 +16,7 @@ def graphs_state(engine: Engine) -> dict[str, Any]:
     """JSON-able. `hit_rate` is the share of a phase's steps that were replays, None before the first step."""
     stats = engine.stats()
     return {
-        **{name: stats[name] for name in ("model", "device", "emulated", "dtype", "max_model_len")},
+        **{name: stats[name] for name in _COMMON},
         "phases": [
             {"phase": phase, "attention": stats["attention"][phase], **_phase_state(runner)}
             for phase, runner in engine.runners.items()
@@ -29,6 +30,21 @@ def graphs_state(engine: Engine) -> dict[str, Any]:
             "weight_bytes": engine.facts.weight_bytes,
             **{name: stats[name] for name in ("num_kv_blocks", "num_free_kv_blocks", "num_cached_kv_blocks")},
         },
+    }
+
+
+_COMMON = ("model", "device", "emulated", "dtype", "max_model_len")
+
+
+def of_replicas(states: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """What is the same of several engines, and `replicas`: the rest of each, with its name as `replica`."""
+    first = next(iter(states.values()))
+    return {
+        **{name: first[name] for name in _COMMON},
+        "replicas": [
+            {"replica": replica, **{name: value for name, value in state.items() if name not in _COMMON}}
+            for replica, state in states.items()
+        ],
     }
 
 
@@ -79,8 +95,23 @@ th:first-child, td:first-child { text-align: left; } tr + tr td { border-top: 1p
 
 
 def graphs_page(state: dict[str, Any]) -> str:
-    """One HTML page without anything from elsewhere; it loads itself anew every ten seconds."""
+    """One HTML page without anything from elsewhere; it loads itself anew every ten seconds. Of one engine's state, or
+    that of several (`of_replicas`)."""
     emulated = " (emulated: works, and claims no speed)" if state["emulated"] else ""
+    replicas = state.get("replicas", [])
+    parts = [
+        f"<h1>{escape(state['model'])}</h1>",
+        f"<p class=about>{escape(state['dtype'])} on {escape(state['device'])}{emulated}, "
+        f"up to {state['max_model_len']} tokens a request{f', {len(replicas)} replicas' if replicas else ''}</p>",
+        *([] if replicas else _engine_sections(state)),
+    ]
+    for replica in replicas:
+        parts += [f"<h1>Replica {escape(replica['replica'])}</h1>", *_engine_sections(replica)]
+    head = f"<meta charset=utf-8><meta http-equiv=refresh content=10><title>Graphs</title><style>{_STYLE}</style>"
+    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>"
+
+
+def _engine_sections(state: dict[str, Any]) -> list[str]:
     requests, memory, prefix = state["requests"], state["memory"], state["prefix_cache"]
     num_usable = memory["num_kv_blocks"] - 1
     now = [
@@ -99,18 +130,13 @@ def graphs_page(state: dict[str, Any]) -> str:
         ("graph pool, shared by all buckets", memory["pool_bytes"]),
         ("graph outputs, shared by all buckets", memory["output_bytes"]),
     ]
-    parts = [
-        f"<h1>{escape(state['model'])}</h1>",
-        f"<p class=about>{escape(state['dtype'])} on {escape(state['device'])}{emulated}, "
-        f"up to {state['max_model_len']} tokens a request</p>",
+    return [
         "<h2>Now</h2>",
         _table((), now),
         *(_phase_section(phase) for phase in state["phases"]),
         "<h2>Memory</h2>",
         _table(("", "MiB"), [(name, _mib(size)) for name, size in sizes]),
     ]
-    head = f"<meta charset=utf-8><meta http-equiv=refresh content=10><title>Graphs</title><style>{_STYLE}</style>"
-    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>"
 
 
 def _phase_section(phase: dict[str, Any]) -> str:

@@ -173,12 +173,37 @@ def percentiles(values_sec: Sequence[float]) -> dict[str, float] | None:
 
 
 def graph_use(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Steps between two looks at /v1/graphs, by phase; `hit_rate` is the share of them that were replays."""
-    use = {}
-    for earlier, later in zip(before["phases"], after["phases"], strict=True):
-        num_replays = later["num_replays"] - earlier["num_replays"]
-        num_eager = later["num_eager_steps"] - earlier["num_eager_steps"]
-        num_steps = num_replays + num_eager
-        hit_rate = num_replays / num_steps if num_steps else None
-        use[later["phase"]] = {"num_replays": num_replays, "num_eager_steps": num_eager, "hit_rate": hit_rate}
-    return use
+    """Steps between two looks at /v1/graphs, by phase; `hit_rate` is the share of them that were replays.
+
+    Of all replicas, with all steps of those that are new.
+    """
+    names = {engine.get("replica") for engine in _engines(after)}
+    counts = {phase: [0, 0] for phase in _step_counts(after, names)}
+    for sign, state in ((1, after), (-1, before)):
+        for phase, (num_replays, num_eager) in _step_counts(state, names).items():
+            counts[phase][0] += sign * num_replays
+            counts[phase][1] += sign * num_eager
+    return {
+        phase: {
+            "num_replays": num_replays,
+            "num_eager_steps": num_eager,
+            "hit_rate": num_replays / (num_replays + num_eager) if num_replays + num_eager else None,
+        }
+        for phase, (num_replays, num_eager) in counts.items()
+    }
+
+
+def _engines(state: dict[str, Any]) -> list[dict[str, Any]]:
+    replicas: list[dict[str, Any]] = state.get("replicas", [state])
+    return replicas
+
+
+def _step_counts(state: dict[str, Any], names: set[str | None]) -> dict[str, tuple[int, int]]:
+    """Replays and eager steps by phase, of the engines of those names."""
+    counts: dict[str, tuple[int, int]] = {}
+    for engine in _engines(state):
+        if engine.get("replica") in names:
+            for phase in engine["phases"]:
+                num_replays, num_eager = counts.get(phase["phase"], (0, 0))
+                counts[phase["phase"]] = (num_replays + phase["num_replays"], num_eager + phase["num_eager_steps"])
+    return counts

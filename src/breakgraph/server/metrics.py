@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -45,9 +45,33 @@ class Metrics:
     def start_answer(self) -> AnswerTiming:
         return AnswerTiming(self)
 
+    def families(self) -> list[Metric]:
+        """All figures as they are now."""
+        return list(self.registry.collect())
+
     def text(self) -> bytes:
         """The exposition format."""
         return generate_latest(self.registry)
+
+
+def text_of_replicas(families: Mapping[str, Iterable[Metric]]) -> bytes:
+    """The exposition format of the figures of several servers by name, each sample with its server as `replica`."""
+    merged: dict[str, Metric] = {}
+    for replica, its_families in families.items():
+        for family in its_families:
+            target = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            target.samples += [s._replace(labels={"replica": replica, **s.labels}) for s in family.samples]
+    registry = CollectorRegistry()
+    registry.register(_Given(list(merged.values())))
+    return generate_latest(registry)
+
+
+class _Given(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
 
 
 class AnswerTiming:

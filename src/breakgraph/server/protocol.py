@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from breakgraph.engine.guided_params import GuidedDecodingParams
-from breakgraph.engine.guided_schema import MAX_PATTERN_CHARS
+from breakgraph.engine.guided_params import MAX_FORM_CHARS, GuidedDecodingParams
 from breakgraph.engine.sampling import MAX_LOGPROBS, SamplingParams
 
 _INT64 = 2**63
@@ -44,6 +43,10 @@ _UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "tool_choice": ((None, "none", "auto"), "tools are not supported"),
     "functions": ((None, []), "functions are not supported"),
     "function_call": ((None, "none", "auto"), "functions are not supported"),
+    "parallel_tool_calls": ((None, True, False), "tools are not supported"),
+    "store": ((None, False), "store is not supported: nothing is kept"),
+    "metadata": ((None, {}), "metadata is not supported: nothing is kept"),
+    "service_tier": ((None, "auto", "default"), "service_tier is not supported: all requests are served alike"),
     "audio": ((None,), "audio is not supported"),
     "modalities": ((None, ["text"]), "only text is supported"),
 }
@@ -100,7 +103,7 @@ class GenerationRequest(_Body):
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
-    guided_regex: Annotated[Text, Field(max_length=MAX_PATTERN_CHARS)] | None = None
+    guided_regex: Annotated[Text, Field(max_length=MAX_FORM_CHARS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None

@@ -10,23 +10,29 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client.metrics_core import Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from breakgraph.engine.llm import LLM
 from breakgraph.server.app import create_app
 from breakgraph.server.config import ServerConfig
 from breakgraph.server.errors import ApiError
-from breakgraph.server.middleware import AnswerFailures, LimitBody
+from breakgraph.server.graphs import graphs_state
+from breakgraph.server.middleware import AnswerFailures, CheckApiKey, LimitBody
+from breakgraph.server.replica_states import PATHS, ReplicaStates
 from breakgraph.server.run import listen_and_serve, make_service
 
 _APPLICATION = "breakgraph"
 _ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
 """Ray's own, at the path that needs no engine of Ray's."""
+_ROUTER_OPTIONS: dict[str, Any] = {"imbalanced_threshold": 8, "do_eviction": True}
+"""A replica with so many requests more than another gets none for its prefixes; and old prefixes are forgotten."""
 _MAX_REQUESTS = 1_000_000
 """Of a replica at a time: its engine says itself when it is full."""
 _HEALTH_PERIOD_SEC = 5.0
@@ -63,7 +69,12 @@ class Call:
 class Replica:
     """One engine and its application, in a process that Ray Serve starts, asks for its health and replaces."""
 
-    def __init__(self, engine_options: Mapping[str, Any], config: ServerConfig) -> None:
+    def __init__(self, engine_options: Mapping[str, Any], config: ServerConfig, *, is_on_loopback: bool) -> None:
+        from ray.serve import get_replica_context
+
+        if is_on_loopback:
+            _keep_grpc_on_loopback()
+        self._name = get_replica_context().replica_id.unique_id
         self._llm = LLM(**engine_options, use_tqdm=False)
         self._service = make_service(self._llm, config)
         self._app = create_app(self._service)
@@ -96,6 +107,15 @@ class Replica:
         finally:
             has_left.set()
 
+    async def metrics(self) -> tuple[str, list[Metric]]:
+        """The name of this replica and its figures."""
+        return self._name, self._service.engine.metrics.families()
+
+    async def graphs(self) -> tuple[str, dict[str, Any]]:
+        """The name of this replica and what ran in it."""
+        await self._start()
+        return self._name, await self._service.engine.call(graphs_state)
+
     async def check_health(self) -> None:
         """Raises when the engine cannot serve any more; Ray Serve then replaces this replica."""
         await self._start()
@@ -116,12 +136,16 @@ class Replica:
 class Front:
     """The application of the process that listens."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, api_key: str | None) -> None:
         self._calls = handle.options(stream=True).http
+        self._states = CheckApiKey(ReplicaStates(handle), api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await _lifespan(receive, send)
+            return
+        if scope["method"] == "GET" and scope["path"] in PATHS:
+            await self._states(scope, receive, send)
             return
         body = (await receive())["body"]  # whole, after LimitBody
         response = self._calls.remote(_call(scope, body))
@@ -200,20 +224,38 @@ def _prompt_text(body: bytes) -> str:
     return prompt if isinstance(prompt, str) else json.dumps(prompt)
 
 
-def front_app(handle: Any) -> ASGIApp:
-    """With the limit of bodies; the API key is checked by replicas."""
-    return AnswerFailures(LimitBody(Front(handle)))
+def front_app(handle: Any, api_key: str | None) -> ASGIApp:
+    """With the limit of bodies. The API key is checked by the replica that answers, or here where all of them do."""
+    return AnswerFailures(LimitBody(Front(handle, api_key)))
+
+
+def _keep_grpc_on_loopback() -> None:
+    """In a replica's process: Ray Serve opens a port there for calls between deployments, on every interface."""
+    from grpc.aio._server import Server
+
+    def on_loopback(add_port: Callable[..., int]) -> Callable[..., int]:
+        def add(self: Any, address: str, *args: Any) -> int:
+            return add_port(self, f"127.0.0.1:{address.rpartition(':')[2]}", *args)
+
+        return add
+
+    Server.add_insecure_port = on_loopback(Server.add_insecure_port)
+    Server.add_secure_port = on_loopback(Server.add_secure_port)
 
 
 def serve_replicas(
-    engine_options: Mapping[str, Any], config: ServerConfig, num_replicas: int, ray_address: str | None
+    engine_options: Mapping[str, Any],
+    config: ServerConfig,
+    bound: socket.socket,
+    num_replicas: int,
+    ray_address: str | None,
 ) -> None:
-    """Serves until the process is told to stop.
+    """Serves at the address that was bound until the process is told to stop.
 
     Args:
         ray_address: of a running Ray cluster; None starts one of this process alone, on loopback.
 
-    Raises ConfigError when the address cannot be listened on; whatever keeps replicas from starting comes through.
+    Raises ConfigError when somebody else listens there meanwhile; whatever keeps replicas from starting comes through.
     """
     import ray
     from ray import serve
@@ -236,13 +278,14 @@ def serve_replicas(
         ray_actor_options={"num_cpus": 0, "num_gpus": int(on_gpu)},
         health_check_period_s=_HEALTH_PERIOD_SEC,
         graceful_shutdown_timeout_s=config.drain_timeout,
-        request_router_config=make_router_config(request_router_class=_ROUTER),
+        request_router_config=make_router_config(request_router_class=_ROUTER, request_router_kwargs=_ROUTER_OPTIONS),
     )
     try:
         serve.start(proxy_location="Disabled")
-        handle = serve.run(deployment.bind(dict(engine_options), config), name=_APPLICATION, route_prefix=None)
+        application = deployment.bind(dict(engine_options), config, is_on_loopback=ray_address is None)
+        handle = serve.run(application, name=_APPLICATION, route_prefix=None)
         model = config.served_model_name or engine_options["model"]
-        listen_and_serve(front_app(handle), config, model)
+        listen_and_serve(front_app(handle, config.api_key), config, bound, model)
     finally:
         serve.shutdown()
         ray.shutdown()

@@ -104,13 +104,30 @@ class Health(TypedDict):
     status: str
 
 
-class GraphsState(TypedDict):
+class _Setting(TypedDict):
     model: str
     device: str
     emulated: bool
     dtype: str
     max_model_len: int
+
+
+class _EngineState(TypedDict):
     phases: list[dict[str, Any]]
     requests: dict[str, int]
     prefix_cache: dict[str, int]
     memory: dict[str, int]
+
+
+class GraphsState(_Setting, _EngineState):
+    """Of one engine."""
+
+
+class ReplicaState(_EngineState):
+    replica: str
+
+
+class ReplicaGraphs(_Setting):
+    """Of several engines behind one port."""
+
+    replicas: list[ReplicaState]

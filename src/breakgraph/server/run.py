@@ -46,44 +46,55 @@ def _make_server(app: ASGIApp, config: ServerConfig) -> uvicorn.Server:
     )
 
 
-def serve(llm: LLM, config: ServerConfig) -> None:
-    """Serves until the process is told to stop; the LLM stays open.
+def bind(config: ServerConfig) -> socket.socket:
+    """Takes the address, before a model is loaded for nothing; clients are refused until somebody listens.
 
-    Raises ConfigError when the address cannot be listened on or the model has no tokenizer.
+    Raises ConfigError when it cannot be had.
+    """
+    host, port = config.host, config.port
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if bound.family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"cannot listen on {host} port {port}: {error}; give another --host or --port") from error
+    return bound
+
+
+def serve(llm: LLM, config: ServerConfig, bound: socket.socket) -> None:
+    """Serves at the address that was bound until the process is told to stop; the LLM stays open.
+
+    Raises ConfigError when somebody else listens there meanwhile or the model has no tokenizer.
     """
     service = make_service(llm, config)
     try:
-        listen_and_serve(create_app(service), config, service.model)
+        listen_and_serve(create_app(service), config, bound, service.model)
     finally:
         service.engine.close()  # a second Ctrl-C leaves it open
 
 
-def listen_and_serve(app: ASGIApp, config: ServerConfig, model: str) -> None:
+def listen_and_serve(app: ASGIApp, config: ServerConfig, bound: socket.socket, model: str) -> None:
     """Serves an application until the process is told to stop; says on standard error where it is.
 
-    Raises ConfigError when the address cannot be listened on.
+    Raises ConfigError when somebody else listens there.
     """
     server = _make_server(app, config)
-    listening = _listen(config.host, config.port)
-    host, port = listening.getsockname()[:2]
+    host, port = bound.getsockname()[:2]
+    try:
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host} port {port}: {error}; give another --host or --port") from error
     print(f"serving {model} on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
     # The server raises the signal again when it is done: by then there is nothing left to stop.
     previous = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        server.run(sockets=[listening])
+        server.run(sockets=[bound])
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        listening.close()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG
-        )
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {error}; give another --host or --port") from error
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

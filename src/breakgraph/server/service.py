@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from breakgraph.engine.guided import Grammar
+from breakgraph.engine.guide import Grammar
 from breakgraph.engine.prompts import TokenPrompt
-from breakgraph.errors import ConfigError
+from breakgraph.errors import ConfigError, PromptError
 from breakgraph.server.answering import Envelope, EventStream, answer_whole
-from breakgraph.server.async_engine import AsyncEngine, Generation
+from breakgraph.server.async_engine import AsyncEngine
 from breakgraph.server.config import ServerConfig
 from breakgraph.server.deadline import Deadline
-from breakgraph.server.errors import ApiError
+from breakgraph.server.errors import ApiError, as_api_error
 from breakgraph.server.forms import ChatForm, CompletionForm, Echo, Form
+from breakgraph.server.generation import Generation
 from breakgraph.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
 _DEFAULT_MAX_TOKENS = 16
@@ -39,7 +41,8 @@ class Service:
         self.check_model(body.model)
         given = _prompts(body)
         self._check_count(len(given), body.num_answers)
-        prompts = [await self._tokenize(prompt) for prompt in given]
+        with _blaming("prompt"):
+            prompts = [await self._tokenize(prompt) for prompt in given]
         max_tokens = self._max_tokens(prompts, body.max_tokens, _DEFAULT_MAX_TOKENS)
         grammar = await self._compile(body, len(prompts) * body.num_answers, deadline)
         params = body.sampling_params(max_tokens, body.logprobs)
@@ -49,15 +52,16 @@ class Service:
             echoes = [Echo(text, prompt.token_ids) for text, prompt in zip(texts, prompts, strict=True)]
             echoed = [echo for echo in echoes for _ in range(body.num_answers)]
         form = CompletionForm(self.engine.tokenizer, echoed, has_logprobs=body.logprobs is not None)
-        generation = Generation(
-            self.engine,
-            prompts,
-            params,
-            num_answers=body.num_answers,
-            stop_strings=body.stop_strings,
-            deadline=deadline,
-        )
-        del grammar  # the requests hold it now
+        with _blaming("prompt"):
+            generation = Generation(
+                self.engine,
+                prompts,
+                params,
+                num_answers=body.num_answers,
+                stop_strings=body.stop_strings,
+                deadline=deadline,
+                grammar=grammar,
+            )
         return await self._respond(generation, form, body, request)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
@@ -65,22 +69,24 @@ class Service:
         deadline = Deadline(self.config.request_timeout)
         self.check_model(body.model)
         self._check_count(1, body.num_answers)
-        prompt = await self.engine.encode_chat([message.for_template() for message in body.messages])
+        with _blaming("messages"):
+            prompt = await self.engine.encode_chat([message.for_template() for message in body.messages])
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         max_tokens = self._max_tokens([prompt], max_tokens, self.max_model_len)
         grammar = await self._compile(body, body.num_answers, deadline)
         params = body.sampling_params(max_tokens, logprobs)
         form = ChatForm(self.engine.tokenizer, has_logprobs=logprobs is not None)
-        generation = Generation(
-            self.engine,
-            [prompt],
-            params,
-            num_answers=body.num_answers,
-            stop_strings=body.stop_strings,
-            deadline=deadline,
-        )
-        del grammar  # the requests hold it now
+        with _blaming("messages"):
+            generation = Generation(
+                self.engine,
+                [prompt],
+                params,
+                num_answers=body.num_answers,
+                stop_strings=body.stop_strings,
+                deadline=deadline,
+                grammar=grammar,
+            )
         return await self._respond(generation, form, body, request)
 
     def check_model(self, name: str) -> None:
@@ -99,7 +105,7 @@ class Service:
         return await self.engine.encode(prompt) if isinstance(prompt, str) else TokenPrompt(prompt)
 
     async def _compile(self, body: GenerationRequest, num_answers: int, deadline: Deadline) -> Grammar | None:
-        """The form that the body asks for, to be held until the requests are made. Raises ApiError, QueueFullError."""
+        """The form that the body asks for. Raises ApiError, QueueFullError, and what keeps grammars from being made."""
         try:
             params = body.guided_decoding()
             if params is None:
@@ -130,6 +136,17 @@ class Service:
                 code="context_length_exceeded",
             )
         return default if asked is None else asked
+
+
+@contextmanager
+def _blaming(param: str) -> Iterator[None]:
+    """Names the parameter that a prompt which cannot be used came in."""
+    try:
+        yield
+    except PromptError as error:
+        refusal = as_api_error(error)
+        refusal.param = param
+        raise refusal from error
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 import sys
 from typing import Any
 
@@ -40,10 +41,16 @@ def test_without_the_extra_generate_works(model_args: list[str], capsys: pytest.
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ServerConfig]]:
+def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever address is asked for, it is free."""
+    monkeypatch.setattr(server_run, "bind", lambda config: socket.socket())
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, unbound: None) -> list[tuple[Any, ServerConfig]]:
     """What would be served, instead of serving it."""
     found: list[tuple[Any, ServerConfig]] = []
-    monkeypatch.setattr(server_run, "serve", lambda llm, config: found.append((llm, config)))
+    monkeypatch.setattr(server_run, "serve", lambda llm, config, bound: found.append((llm, config)))
     return found
 
 
@@ -75,6 +82,8 @@ def test_without_options_it_listens_on_loopback_alone(
         (["--load-format", "dummy"], "--load-format dummy has no tokenizer"),
         (["--replicas", "0"], "--replicas must be an integer >= 1, got 0"),
         (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1 port 8000"),
+        (["--host", "no such host"], "cannot listen on no such host port 8000"),
+        (["--api-key", ""], "api_key must be a non-empty string, got ''; leave it out for none"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(
@@ -86,6 +95,32 @@ def test_what_cannot_be_served_is_one_line(
     assert message in last
 
 
+def test_an_empty_key_in_the_environment_is_no_open_server(
+    model_args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BREAKGRAPH_API_KEY", "")
+    assert main(["serve", *model_args]) == 2
+    assert "api_key must be a non-empty string" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_an_address_in_use_is_seen_before_a_model_is_loaded(
+    model_args: list[str], host: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("breakgraph.engine.llm.LLM", None)
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as other:
+        port = str(other.getsockname()[1])
+        assert main(["serve", *model_args, "--host", host, "--port", port]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"breakgraph: cannot listen on {host} port {port}: ")
+    assert "give another --host or --port" in error
+
+
+def test_until_it_serves_clients_are_refused() -> None:
+    with server_run.bind(ServerConfig(port=0)) as bound, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(bound.getsockname())
+
+
 def test_replicas_without_ray_say_what_to_install(
     model_args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,11 +130,11 @@ def test_replicas_without_ray_say_what_to_install(
     assert capsys.readouterr().err == "breakgraph: replicas need Ray Serve; run: pip install 'breakgraph[ray]'\n"
 
 
-def test_options_reach_the_replicas(model_args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_reach_the_replicas(model_args: list[str], monkeypatch: pytest.MonkeyPatch, unbound: None) -> None:
     from breakgraph.server import replicas
 
     asked: list[Any] = []
     monkeypatch.setattr(replicas, "serve_replicas", lambda *arguments: asked.append(arguments))
     assert main(["serve", *model_args, "--replicas", "3", "--port", "1", "--ray-address", "10.0.0.1:6379"]) == 0
-    ((engine, config, num_replicas, address),) = asked
+    ((engine, config, _, num_replicas, address),) = asked
     assert (engine["max_num_seqs"], config, num_replicas, address) == (2, ServerConfig(port=1), 3, "10.0.0.1:6379")

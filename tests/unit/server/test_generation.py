@@ -8,8 +8,9 @@ import pytest
 
 from breakgraph import LLM, SamplingParams
 from breakgraph.engine.prompts import TokenPrompt
-from breakgraph.server.async_engine import AsyncEngine, Delta, Generation
+from breakgraph.server.async_engine import AsyncEngine
 from breakgraph.server.deadline import Deadline
+from breakgraph.server.generation import Delta, Generation
 from breakgraph.server.metrics import Metrics
 from unit.server.gate import wait_until
 

@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,8 @@ import openai
 import pytest
 
 from breakgraph import LLM
-from breakgraph.engine.guided import GrammarCompiler
+from breakgraph.engine.guided_process import GuideProcesses
+from breakgraph.engine.guided_remote import GuideLimits
 from breakgraph.errors import ConfigError
 from breakgraph.server import deadline
 from tiny_models import save_tiny_model
@@ -93,7 +94,7 @@ def test_any_object(client: openai.OpenAI) -> None:
     ("change", "param", "code", "message"),
     [
         ({"guided_regex": "("}, "guided_regex", "invalid_value", "not closed"),
-        ({"guided_regex": "a?" * 300}, "guided_regex", "invalid_value", "at most"),
+        ({"guided_regex": "a" * 120_001}, "guided_regex", "invalid_value", "at most 120000"),
         ({"guided_regex": 1}, "guided_regex", "invalid_value", "string"),
         ({"guided_regex": "é+"}, "guided_regex", "invalid_value", "no token of the vocabulary can begin"),
         ({"guided_regex": "aé"}, None, "invalid_value", "no token with which the answer keeps to its form"),
@@ -130,8 +131,8 @@ def test_what_cannot_be_kept(
 def test_without_the_extra_the_way_out_is_told(
     server: RunningServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = server.llm.engine
-    monkeypatch.setattr(engine, "grammars", GrammarCompiler(engine.tokenizer, 96, [95]))
+    engine = server.service.engine
+    monkeypatch.setattr(engine, "grammars", GuideProcesses(engine.tokenizer, 96, [95]))
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     body = {"model": MODEL, "prompt": "a", "guided_regex": "a+"}
     assert "pip install 'breakgraph[guided]'" in check_error(http.post(COMPLETION, json=body), 400)["message"]
@@ -151,7 +152,7 @@ def test_a_full_server_compiles_nothing(
         may_go_on.wait()
         raise ConfigError("not this one")
 
-    monkeypatch.setattr(server.llm.engine.grammars, "compile", compile_later)
+    monkeypatch.setattr(engine.grammars, "compile", compile_later)
     monkeypatch.setattr(engine._thread, "capacity", 2)
     body = {"model": MODEL, "prompt": "a", "guided_regex": "a+", "n": 2}
     with ThreadPoolExecutor() as pool:
@@ -171,7 +172,7 @@ def test_compiling_and_answering_have_one_deadline(
 ) -> None:
     now = [0.0]
     delays: list[float] = []
-    grammars = server.llm.engine.grammars
+    grammars = server.service.engine.grammars
     compile_grammar = grammars.compile
     timeout = server.service.config.request_timeout
 
@@ -193,3 +194,108 @@ def test_compiling_and_answering_have_one_deadline(
     assert delays == [timeout] + [-1.0] * (len(delays) - 1)
     wait_until(lambda: server.service.engine._thread.num_live == 0)
     server.assert_idle()
+
+
+EXPLODES: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "many",
+                    "schema": {
+                        "type": "object",
+                        "properties": {f"p{i}": {} for i in range(300)},
+                        "minProperties": 100,
+                    },
+                },
+            }
+        },
+        "response_format",
+        "the JSON schema takes more than 1 s of computing to compile; make it smaller",
+    ),
+    (
+        {"guided_regex": "a?" * 20_000},
+        "guided_regex",
+        "the regex takes more than 192 MiB of memory, or more than xgrammar can to compile; make it smaller",
+    ),
+    (
+        {"guided_regex": "((a{0,1000}){0,1000}){0,1000}"},
+        "guided_regex",
+        "more than 0.5 s of computing for one token, or more than 192 MiB of memory; write it without nested",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def limited(server: RunningServer) -> Iterator[GuideProcesses]:
+    """Grammars with limits that tests can wait for."""
+    limits = GuideLimits(compile_sec=1.0, token_sec=0.5, memory_bytes=192 << 20)
+    grammars = GuideProcesses(server.service.engine.tokenizer, 96, [95], limits)
+    yield grammars
+    grammars.close()
+
+
+@pytest.mark.parametrize(("form", "param", "message"), EXPLODES, ids=["time", "memory", "later"])
+def test_a_form_that_explodes_is_refused_and_nobody_waits_for_it(
+    server: RunningServer,
+    limited: GuideProcesses,
+    http: httpx.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    form: dict[str, Any],
+    param: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(server.service.engine, "grammars", limited)
+    free = {"model": MODEL, "prompt": "a", "max_tokens": 9, "temperature": 0}
+    guided = free | {"max_tokens": 100}
+    expected = http.post(COMPLETION, json=free).json()["choices"]
+    with ThreadPoolExecutor() as pool:
+        exploding = [pool.submit(http.post, COMPLETION, json=guided | form | {"seed": seed}) for seed in range(2)]
+        answers = [http.post(COMPLETION, json=free).json()["choices"]]
+        while wait(exploding, timeout=0.1).not_done:
+            answers.append(http.post(COMPLETION, json=free).json()["choices"])
+    for response in exploding:
+        error = check_error(response.result(), 400)
+        assert message in error["message"]
+        assert error["param"] in (param, None)
+    assert answers == [expected] * len(answers)
+    asked = http.post(COMPLETION, json=free | {"guided_regex": "[ab]{2}"})
+    assert re.fullmatch("[ab]{2}", asked.json()["choices"][0]["text"])
+
+
+def test_a_stream_whose_form_explodes_ends_with_the_error(
+    server: RunningServer, limited: GuideProcesses, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.service.engine, "grammars", limited)
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 100, "temperature": 0, "stream": True}
+    response = http.post(COMPLETION, json=body | EXPLODES[2][0])
+    *parts, last = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line]
+    assert response.status_code == 200
+    assert set("".join(part["choices"][0]["text"] for part in parts)) == {"a"}
+    assert last["error"]["code"] == "invalid_value"
+    assert "more than 0.5 s of computing for one token" in last["error"]["message"]
+
+
+def test_who_asks_for_a_form_that_is_being_compiled_waits_for_that(
+    server: RunningServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = server.service.engine.grammars
+    compile_grammar, compiled = grammars.compile, []
+    may_go_on = threading.Event()
+
+    def compile_later(params: Any) -> Any:
+        compiled.append(params)
+        may_go_on.wait()
+        return compile_grammar(params)
+
+    monkeypatch.setattr(grammars, "compile", compile_later)
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 9, "temperature": 0, "guided_regex": "[xyz]{3}"}
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(http.post, COMPLETION, json=body) for _ in range(3)]
+        wait_until(lambda: server.service.engine._num_compiling == 3)
+        may_go_on.set()
+        texts = {response.result().json()["choices"][0]["text"] for response in asked}
+    assert len(compiled) == 1
+    assert len(texts) == 1
+    assert re.fullmatch("[xyz]{3}", texts.pop())

@@ -18,7 +18,7 @@ import pytest
 from breakgraph import LLM, SamplingParams
 from breakgraph.engine.engine_thread import TokenEvent
 from breakgraph.engine.request import Request
-from breakgraph.server.async_engine import Generation
+from breakgraph.server.generation import Generation
 from unit.server.conftest import MODEL, SIZES, RunningServer, running
 from unit.server.gate import wait_until
 

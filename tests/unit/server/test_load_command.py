@@ -95,6 +95,19 @@ def test_graph_use_is_what_came_between() -> None:
     assert graph_use(after, after)["prefill"]["hit_rate"] is None
 
 
+def test_graph_use_of_replicas_is_that_of_all_that_are_left() -> None:
+    def state(**num_replays: int) -> dict[str, Any]:
+        return {
+            "replicas": [
+                {"replica": name, "phases": [{"phase": "decode", "num_replays": count, "num_eager_steps": 1}]}
+                for name, count in num_replays.items()
+            ]
+        }
+
+    found = graph_use(state(stays=4, dies=50), state(stays=6, comes=7))
+    assert found == {"decode": {"num_replays": 9, "num_eager_steps": 1, "hit_rate": 0.9}}
+
+
 @pytest.mark.parametrize("options", [{"num_requests": 0}, {"rate": -1.0}, {"shared": 1.5}, {"max_tokens": 0}])
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):

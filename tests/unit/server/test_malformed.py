@@ -46,14 +46,14 @@ CHANGES: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
     (COMPLETION, {"stream": "yes"}, 400, "stream", "invalid_value"),
     (COMPLETION, {"stream_options": {"include_usage": True}}, 400, "stream_options", "unsupported_parameter"),
     (COMPLETION, {"no_such_thing": 1}, 400, "no_such_thing", "unknown_parameter"),
-    (COMPLETION, {"prompt": ""}, 400, None, None),
+    (COMPLETION, {"prompt": ""}, 400, "prompt", None),
     (COMPLETION, {"prompt": []}, 400, "prompt", "invalid_value"),
-    (COMPLETION, {"prompt": [[]]}, 400, None, None),
+    (COMPLETION, {"prompt": [[]]}, 400, "prompt", None),
     (COMPLETION, {"prompt": [1, "a"]}, 400, "prompt", "invalid_value"),
-    (COMPLETION, {"prompt": [96]}, 400, None, None),
+    (COMPLETION, {"prompt": [96]}, 400, "prompt", None),
     (COMPLETION, {"prompt": [10**20]}, 400, "prompt", "invalid_value"),
-    (COMPLETION, {"prompt": "x" * 128}, 400, None, "context_length_exceeded"),
-    (COMPLETION, {"prompt": "x" * 1_000_000}, 400, None, "context_length_exceeded"),
+    (COMPLETION, {"prompt": "x" * 128}, 400, "prompt", "context_length_exceeded"),
+    (COMPLETION, {"prompt": "x" * 1_000_000}, 400, "prompt", "context_length_exceeded"),
     (COMPLETION, {"prompt": "x" * 10_000_000}, 413, None, "request_too_large"),
     (COMPLETION, {"prompt": None}, 400, "prompt", "invalid_value"),
     (COMPLETION, {"model": "\ud800"}, 404, "model", "model_not_found"),
@@ -61,6 +61,10 @@ CHANGES: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
     (COMPLETION, {"model": None}, 400, "model", "invalid_value"),
     (CHAT, {"messages": []}, 400, "messages", "invalid_value"),
     (CHAT, {"messages": "hi"}, 400, "messages", "invalid_value"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 200}]}, 400, "messages", "context_length_exceeded"),
+    (CHAT, {"store": True}, 400, "store", "unsupported_parameter"),
+    (CHAT, {"metadata": {"a": "b"}}, 400, "metadata", "unsupported_parameter"),
+    (CHAT, {"service_tier": "flex"}, 400, "service_tier", "unsupported_parameter"),
     (CHAT, {"messages": [{"role": "robot", "content": "hi"}]}, 400, "messages", "invalid_value"),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "invalid_value"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "invalid_value"),
@@ -135,13 +139,33 @@ def test_a_body_without_length_is_limited_too(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [("GET", COMPLETION, 405), ("DELETE", "/v1/models", 405), ("GET", "/v1/embeddings", 404), ("GET", "/", 404)],
+    ("method", "path", "status", "message"),
+    [
+        ("GET", COMPLETION, 405, f"GET is not allowed for {COMPLETION}, POST is"),
+        ("DELETE", "/v1/models", 405, "DELETE is not allowed for /v1/models, GET is"),
+        ("GET", "/v1/embeddings", 404, "there is nothing at /v1/embeddings; GET /openapi.json lists what there is"),
+        ("GET", "/", 404, "there is nothing at /; GET /openapi.json lists what there is"),
+    ],
 )
-def test_wrong_paths_and_methods(http: httpx.Client, method: str, path: str, status: int) -> None:
-    check_error(http.request(method, path), status)
+def test_wrong_paths_and_methods(http: httpx.Client, method: str, path: str, status: int, message: str) -> None:
+    assert check_error(http.request(method, path), status)["message"] == message
+
+
+def test_where_there_are_forms_to_choose_from_all_are_named(http: httpx.Client) -> None:
+    message = check_error(http.post(COMPLETION, json=OK | {"prompt": []}), 400)["message"]
+    assert message.startswith("prompt: Input should be a valid string, or List should have at least 1 item")
 
 
 def test_what_asks_for_nothing_is_taken(http: httpx.Client) -> None:
-    neutral = {"best_of": 1, "suffix": None, "logit_bias": {}, "response_format": {"type": "text"}, "tools": []}
+    neutral = {
+        "store": False,
+        "metadata": None,
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+        "best_of": 1,
+        "suffix": None,
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+        "tools": [],
+    }
     assert http.post(COMPLETION, json=OK | neutral | {"n": None, "stop": None, "seed": None}).status_code == 200
