@@ -66,7 +66,7 @@ class PrefillBench(BenchConfig):
     """One forward over prompts: attention metadata, the model's body, logits of each request's last token."""
 
     kind = "prefill"
-    known_peers = ("torch.compile", "vllm")
+    known_peers = ("torch.compile", "transformers", "vllm")
 
     tokens: Sequence[int] = field(default=(128, 512, 2048, 8192), metadata={"help": "new tokens of a step, in all"})
     requests: Sequence[int] = field(default=(1, 4, 16), metadata={"help": "requests that share them evenly"})

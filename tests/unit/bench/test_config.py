@@ -23,7 +23,7 @@ from breakgraph.errors import ConfigError, UnknownNameError
         (PrefillBench, {"backends": ()}, "backends: expected a list with one or more of"),
         (PrefillBench, {"backends": "eager"}, "backends: expected a list with one or more of"),
         (PrefillBench, {"backends": ("full", "full")}, "backends: expected each value once, got full, full"),
-        (PrefillBench, {"peers": ("transformers",)}, "unknown peers 'transformers'; known: all, none, torch.compile"),
+        (ServeBench, {"peers": ("torch.compile",)}, "unknown peers 'torch.compile'; known: all, none, transformers"),
         (PrefillBench, {"peers": ("all", "vllm")}, "peers: 'all' and 'none' stand alone, got all, vllm"),
         (DecodeBench, {"peers": ("vllm",)}, "unknown peers 'vllm'; known: all, none"),
         (PrefillBench, {"tokens": (0, 8)}, "tokens: expected integers of 1 or more, got (0, 8)"),
@@ -57,7 +57,7 @@ def test_unknown_names_are_of_their_own_kind() -> None:
 
 
 def test_peers_by_name_all_and_none() -> None:
-    assert PrefillBench().chosen_peers == ("torch.compile", "vllm")
+    assert PrefillBench().chosen_peers == ("torch.compile", "transformers", "vllm")
     assert ServeBench(peers=("vllm",)).chosen_peers == ("vllm",)
     assert ServeBench(peers=("none",)).chosen_peers == ()
     assert DecodeBench().chosen_peers == ()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from breakgraph.bench.config import PrefillBench, ServeBench
-from breakgraph.bench.peers import PeerTask, compiled, continuous, peer_notes, run_apart, run_peer
+from breakgraph.bench.peers import PeerTask, compiled, continuous, peer_notes, plain, run_apart, run_peer
 from breakgraph.bench.result import Row
 from breakgraph.errors import ConfigError
 from unit.bench.conftest import TINY_CEILINGS, MakeSetting
@@ -93,6 +93,14 @@ def test_the_compiled_body_is_that_of_the_same_class(tiny_folder: str, monkeypat
     assert asked == [{"mode": "reduce-overhead", "dynamic": False}]
     assert (row.params["tokens"], row.params["attention"]) == (8, "sdpa")
     assert row.metrics["time"].value > 0
+
+
+def test_the_plain_call_of_transformers_is_timed_for_every_size(tiny_folder: str) -> None:
+    config = PrefillBench(model=tiny_folder, device="cpu", tokens=(8, 4), rounds=10)
+    rows = plain.measure(PeerTask(config, "float32"))
+    assert [row.params["tokens"] for row in rows] == [4, 8]
+    assert {(row.params["backend"], row.params["attention"]) for row in rows} == {("transformers, eager", "sdpa")}
+    assert all(row.metrics["time"].value > 0 for row in rows)
 
 
 def test_continuous_batching_of_transformers_gives_whole_answers(

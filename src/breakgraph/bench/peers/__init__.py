@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from breakgraph.bench.arms import Setting
 
 _WHERE = {
-    "torch.compile": "breakgraph.bench.peers.compiled",
-    "transformers": "breakgraph.bench.peers.continuous",
-    "vllm": "breakgraph.bench.peers.vllm_api",
+    ("prefill", "torch.compile"): "breakgraph.bench.peers.compiled",
+    ("prefill", "transformers"): "breakgraph.bench.peers.plain",
+    ("prefill", "vllm"): "breakgraph.bench.peers.vllm_api",
+    ("serve", "transformers"): "breakgraph.bench.peers.continuous",
+    ("serve", "vllm"): "breakgraph.bench.peers.vllm_api",
 }
+"""By kind of benchmark and name."""
 _PACKAGES = {"torch.compile": "torch", "transformers": "transformers", "vllm": "vllm"}
 
 
@@ -37,7 +40,7 @@ def run_peer(name: str, setting: Setting) -> list[Row] | str:
     if setting.ceilings is None:
         return "the emulated device claims no speed, so there is nothing to compare"
     task = PeerTask(setting.config, str(setting.dtype).removeprefix("torch."))
-    return run_apart(_WHERE[name], task)
+    return run_apart(_WHERE[setting.config.kind, name], task)
 
 
 def run_apart(module: str, task: PeerTask) -> list[Row] | str:
