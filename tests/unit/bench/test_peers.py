@@ -96,7 +96,7 @@ def test_the_compiled_body_is_that_of_the_same_class(tiny_folder: str, monkeypat
 
 
 def test_the_plain_call_of_transformers_is_timed_for_every_size(tiny_folder: str) -> None:
-    config = PrefillBench(model=tiny_folder, device="cpu", tokens=(8, 4), rounds=10)
+    config = PrefillBench(model=tiny_folder, device="cpu", tokens=(8, 4), requests=(1,), rounds=10)
     rows = plain.measure(PeerTask(config, "float32"))
     assert [row.params["tokens"] for row in rows] == [4, 8]
     assert {(row.params["backend"], row.params["attention"]) for row in rows} == {("transformers, eager", "sdpa")}
@@ -129,6 +129,6 @@ def test_a_setting_with_ceilings_runs_its_peer(
 ) -> None:
     from breakgraph.bench import peers
 
-    monkeypatch.setitem(peers._WHERE, "vllm", fake_peer)
+    monkeypatch.setitem(peers._WHERE, ("serve", "vllm"), fake_peer)
     (row,) = run_peer("vllm", make_setting(ServeBench(model=tiny_folder), TINY_CEILINGS))
     assert row.params["dtype"] == "float32"  # type: ignore[union-attr]
