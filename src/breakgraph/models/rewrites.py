@@ -46,7 +46,7 @@ for _key in ("CUDA", "CPU"):
 add_product: Any = torch.ops.breakgraph.add_product_.default
 """x [..., N], dense, += left [M, K] @ right [K, N], where x has M rows."""
 
-# Known before the first graph is lowered: what it updates is then computed once, with whatever else reads it.
+# Known before the first graph is lowered: what it updates is then computed once, and not again by whoever reads it.
 make_fallback(add_product, warn=False)
 
 
