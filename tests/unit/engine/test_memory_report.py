@@ -43,7 +43,7 @@ def test_the_report_adds_up(llm: LLM) -> None:
         report.driver_bytes or 0
     )
     # Fields start 256 bytes apart, as none here is larger. Prefill: three of the tokens, one of the requests. Decode:
-    # four, the lengths and the block tables. Both: the number of live tokens, of 4 bytes, and then to the widest element.
+    # four, the lengths and the block tables. Both: the number of live tokens, of 4 bytes, in 8.
     assert report.input_bytes == (4 + 6) * 256 + 2 * 8
     weights = sum(p.nbytes for p in tiny_model("llama", "eager").parameters())
     assert weights <= report.weight_bytes < weights + 4096  # and rope tables
