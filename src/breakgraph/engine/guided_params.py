@@ -12,7 +12,7 @@ from breakgraph.engine.guided_schema import misfits
 from breakgraph.errors import ConfigError
 
 MAX_FORM_CHARS = 120_000
-"""Of a regular expression, and of a schema as JSON text: so many OpenAI allows for the names and values of a schema."""
+"""Of a regular expression, and of a schema as JSON text."""
 
 
 @dataclass(frozen=True, kw_only=True)
