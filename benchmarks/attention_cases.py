@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from breakgraph.attention import AttentionBackend, AttentionMetadata, AttentionStep, KVCacheBuffers, LayerAttention
+from breakgraph.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionStep,
+    KVCacheBuffers,
+    LayerAttention,
+    RequestTensors,
+)
 
 BLOCK = 16
 DEVICE = torch.device("cuda")
@@ -72,12 +79,16 @@ def make_case(
     live, pad_reqs = sum(q_lens), padding if phase == "decode" else 0
     width = max(counts)
     starts = [sum(q_lens[:i]) for i in range(len(q_lens) + 1)]
+    requests = RequestTensors(
+        cu_seqlens_q=_ints(starts),
+        seq_lens=_ints([*seq_lens, *[1] * pad_reqs]),
+        block_tables=_ints([row + [0] * (width - len(row)) for row in tables] + [[0] * width] * pad_reqs),
+    )
     step = AttentionStep(
         phase=phase, num_tokens=live, padded_num_tokens=live + padding,
         q_lens=tuple(q_lens), seq_lens=tuple(seq_lens),
-        cu_seqlens_q_gpu=_ints(starts), seq_lens_gpu=_ints([*seq_lens, *[1] * pad_reqs]),
-        block_tables_gpu=_ints([row + [0] * (width - len(row)) for row in tables] + [[0] * width] * pad_reqs),
         slot_mapping_gpu=_ints(new_slots + [0] * padding, torch.int64),
+        requests=lambda: requests,
     )  # fmt: skip
     shapes = ((layer.num_heads, layer.head_dim), (layer.num_kv_heads, layer.head_dim),
               (layer.num_kv_heads, layer.v_head_dim))  # fmt: skip

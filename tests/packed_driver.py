@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from breakgraph.attention import AttentionBackend, AttentionStep, KVCacheBuffers, use_step
+from breakgraph.attention import AttentionBackend, AttentionStep, KVCacheBuffers, RequestTensors, use_step
 from breakgraph.models import HFModel
 
 BLOCK_SIZE = 4
@@ -70,15 +70,18 @@ class PackedDriver:
         def int32(values: list[int] | list[list[int]]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
+        requests = RequestTensors(
+            cu_seqlens_q=torch.nn.functional.pad(int32(list(q_lens)).cumsum(0, dtype=torch.int32), (1, 0)),
+            seq_lens=int32([*seq_lens, *[1] * row_padding]),
+            block_tables=int32([*tables, *[[0] * self.max_blocks] * row_padding]),
+        )
         step = AttentionStep(
             phase=phase,
             num_tokens=num_tokens,
             padded_num_tokens=num_tokens + padding,
             q_lens=() if phase == "decode" else q_lens,
             seq_lens=() if phase == "decode" else seq_lens,
-            cu_seqlens_q_gpu=torch.nn.functional.pad(int32(list(q_lens)).cumsum(0, dtype=torch.int32), (1, 0)),
-            seq_lens_gpu=int32([*seq_lens, *[1] * row_padding]),
-            block_tables_gpu=int32([*tables, *[[0] * self.max_blocks] * row_padding]),
             slot_mapping_gpu=torch.tensor(slots + [0] * padding, device=device),
+            requests=lambda: requests,
         )
         return step, input_ids + [0] * padding, positions + [0] * padding

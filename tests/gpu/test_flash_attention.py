@@ -12,6 +12,7 @@ from breakgraph.attention import (
     AttentionStep,
     KVCacheBuffers,
     LayerAttention,
+    RequestTensors,
     attend,
     make_attention,
     use_step,
@@ -162,16 +163,19 @@ def test_sdpa_prefill_of_a_long_prompt_stays_in_bounded_memory(device: torch.dev
     num_tokens, block_size, dtype = 8192, 16, torch.bfloat16
     layer = LayerAttention(0, num_heads=32, num_kv_heads=8, head_dim=64, v_head_dim=64, scale=0.125)
     num_blocks = num_tokens // block_size
+    requests = RequestTensors(
+        cu_seqlens_q=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
+        block_tables=torch.arange(1, num_blocks + 1, dtype=torch.int32, device=device)[None],
+    )
     step = AttentionStep(
         phase="prefill",
         num_tokens=num_tokens,
         padded_num_tokens=num_tokens,
         q_lens=(num_tokens,),
         seq_lens=(num_tokens,),
-        cu_seqlens_q_gpu=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
-        seq_lens_gpu=torch.tensor([num_tokens], dtype=torch.int32, device=device),
-        block_tables_gpu=torch.arange(1, num_blocks + 1, dtype=torch.int32, device=device)[None],
         slot_mapping_gpu=torch.arange(block_size, num_tokens + block_size, device=device),
+        requests=lambda: requests,
     )
     q = torch.randn(num_tokens, 32, 64, device=device, dtype=dtype)
     k, v = (torch.randn(num_tokens, 8, 64, device=device, dtype=dtype) for _ in range(2))

@@ -16,7 +16,7 @@ from breakgraph.attention import AttentionBackend, AttentionStep, LayerAttention
 from breakgraph.attention.flashinfer import FlashInferAttention
 from breakgraph.attention.flashinfer_kernels import PlannedKernel
 from breakgraph.graph import PlanFamily
-from unit.attention.ragged import PLAIN, RaggedBatch, ragged_batch
+from unit.attention.ragged import PLAIN, RaggedBatch, ragged_batch, with_changes
 
 WIDE = replace(PLAIN, num_heads=8, num_kv_heads=2, head_dim=128, v_head_dim=128, scale=128**-0.5)
 SMALL = replace(PLAIN, num_heads=8, num_kv_heads=1, head_dim=64, v_head_dim=64, scale=0.125)
@@ -104,7 +104,7 @@ class Static:
             getattr(mine.step, name).copy_(getattr(batch.step, name))
         for buffers, new in ((mine.kv.key, batch.kv.key), (mine.kv.value, batch.kv.value)):
             buffers[0].copy_(new[0])
-        return replace(batch.step, **{name: getattr(mine.step, name) for name in names})
+        return with_changes(batch.step, **{name: getattr(mine.step, name) for name in names})
 
     def forward(self, layer: LayerAttention) -> Callable[[], torch.Tensor]:
         """Attention for the step in progress. The clone is a kernel that the graph has besides."""
@@ -153,7 +153,7 @@ def test_one_decode_graph_serves_any_lengths(name: str) -> None:
 
 def with_starts(batch: RaggedBatch, rows: int) -> RaggedBatch:
     """A decode step has no use for them; here they are as long in every batch."""
-    return replace(batch, step=replace(batch.step, cu_seqlens_q_gpu=torch.arange(rows + 1, device="cuda")))
+    return replace(batch, step=with_changes(batch.step, cu_seqlens_q_gpu=torch.arange(rows + 1, device="cuda")))
 
 
 @pytest.mark.parametrize("name", ["plain", "wide window", "sinks and window"])
@@ -177,7 +177,7 @@ def slotted(batch: RaggedBatch) -> RaggedBatch:
     assert starts is not None
     return replace(
         batch,
-        step=replace(
+        step=with_changes(
             step,
             fixed_slots=True,
             cu_seqlens_q_gpu=torch.cat([starts, starts[-1:].expand(unused)]),

@@ -7,7 +7,7 @@ from breakgraph.attention.attend import attend, store
 from breakgraph.attention.base import AttentionBackend, AttentionMetadata, GraphSupport, LayerAttention
 from breakgraph.attention.kv_buffers import KVCacheBuffers
 from breakgraph.attention.registry import ATTENTION_NAMES, make_attention
-from breakgraph.attention.step import AttentionStep, current_step, live_token_count, use_step
+from breakgraph.attention.step import AttentionStep, RequestTensors, current_step, live_token_count, use_step
 
 __all__ = [
     "ATTENTION_NAMES",
@@ -17,6 +17,7 @@ __all__ = [
     "GraphSupport",
     "KVCacheBuffers",
     "LayerAttention",
+    "RequestTensors",
     "attend",
     "current_step",
     "live_token_count",

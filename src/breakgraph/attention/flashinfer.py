@@ -23,7 +23,7 @@ from breakgraph.attention import flashinfer_plan
 from breakgraph.attention.base import DECODE, AttentionBackend, AttentionMetadata, GraphSupport, LayerAttention
 from breakgraph.attention.flashinfer_plan import FA3_CAPABILITY, Family, FixedShape, PlanConstants
 from breakgraph.attention.kv_buffers import KVCacheBuffers
-from breakgraph.attention.step import AttentionStep
+from breakgraph.attention.step import AttentionStep, HostTables
 from breakgraph.attention.triton_ops import dense_heads, store_in_bucket
 
 if TYPE_CHECKING:
@@ -80,9 +80,17 @@ class FlashInferAttention(AttentionBackend):
     def plan(self, step: AttentionStep) -> FlashInferMetadata:
         assert step.q_lens, f"attention 'flashinfer' needs the host lengths of a {step.phase!r} step"
         decode = step.phase == DECODE
-        num_slots, width = step.block_tables_gpu.shape
-        fixed = FixedShape(step.padded_num_tokens, num_slots, width) if decode or step.fixed_slots else None
-        device = step.block_tables_gpu.device
+        is_fixed = decode or step.fixed_slots
+        # Where no graph reads them, the host's tables are enough: nothing else of the requests goes to the device.
+        tables: torch.Tensor | HostTables
+        if is_fixed or not step.block_tables:
+            tables = step.block_tables_gpu
+            num_slots, width = tables.shape
+        else:
+            tables = step.block_tables
+            num_slots, width = len(tables), max(map(len, tables))
+        fixed = FixedShape(step.padded_num_tokens, num_slots, width) if is_fixed else None
+        device = step.slot_mapping_gpu.device
         family: Family = "fa3" if _is_hopper(device) and not decode else "fa2"
         unused = 1 if decode else 0  # a padded decode row attends to one token of the reserved block
         q_lens, seq_lens = (
@@ -97,7 +105,7 @@ class FlashInferAttention(AttentionBackend):
         serial = next(self._serials)
         # Ordinary tensors whatever the caller's mode: inference tensors could not be rewritten outside inference mode.
         with torch.inference_mode(False), torch.cuda.device(device):
-            pages = self._module.StepPages.stage(layout, step.block_tables_gpu)
+            pages = self._module.StepPages.stage(layout, tables, device)
             kernels = {constants: self._kernel(constants, family, fixed, device) for constants in self._groups}
             for kernel in kernels.values():
                 kernel.plan(pages, serial)

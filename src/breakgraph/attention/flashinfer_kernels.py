@@ -25,6 +25,7 @@ from breakgraph.attention.flashinfer_plan import (
     int_workspace_bytes,
     lay_out,
 )
+from breakgraph.attention.step import HostTables
 from breakgraph.attention.triton_ops import store
 from breakgraph.errors import ConfigError
 
@@ -55,15 +56,20 @@ class StepPages:
         return int(self.qo_indptr[-1])
 
     @classmethod
-    def stage(cls, layout: StepLayout, block_tables: torch.Tensor) -> StepPages:
-        """`block_tables` [R, width] on the device. One copy goes there, from fresh pinned memory; nothing waits."""
-        parts = (layout.qo_indptr, layout.kv_indptr, layout.last_page_len, layout.seq_lens, layout.page_positions)
+    def stage(
+        cls, layout: StepLayout, block_tables: torch.Tensor | HostTables, device: torch.device
+    ) -> StepPages:  # fmt: skip
+        """`block_tables` [R, width] on the device, or R rows on the host. One copy goes to the device, out of fresh
+        pinned memory; nothing waits."""
+        pages = layout.page_positions if isinstance(block_tables, torch.Tensor) else layout.pages_of(block_tables)
+        parts = (layout.qo_indptr, layout.kv_indptr, layout.last_page_len, layout.seq_lens, pages)
         sizes = [len(part) for part in parts]
         host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
         np.concatenate(parts, out=host.numpy())
-        device = host.to(block_tables.device, non_blocking=True)
-        on_device, _, positions = device.split([sum(sizes[:3]), *sizes[3:]])
-        indices = block_tables.flatten().index_select(0, positions)
+        copy = host.to(device, non_blocking=True)
+        on_device, _, indices = copy.split([sum(sizes[:3]), *sizes[3:]])
+        if isinstance(block_tables, torch.Tensor):
+            indices = block_tables.flatten().index_select(0, indices)
         qo_indptr, kv_indptr, last_page_len, seq_lens, _ = host.split(sizes)
         return cls(qo_indptr, kv_indptr, last_page_len, seq_lens, on_device, indices, layout.max_q_len)
 
@@ -201,7 +207,7 @@ class PlannedKernel:
         q_lens = fill_slots((shape.num_rows - each * (shape.num_slots - 1),), shape.num_slots, each)
         layout = lay_out(q_lens, fill_slots((1,), shape.num_slots, each), self._block_size, shape.table_width)
         tables = torch.zeros(shape.num_slots, shape.table_width, dtype=torch.int32, device=self._device)
-        pages, constants = StepPages.stage(layout, tables), self.constants
+        pages, constants = StepPages.stage(layout, tables, self._device), self.constants
 
         def plan() -> None:
             self._wrapper.plan(

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from breakgraph.attention.base import LayerAttention
+from breakgraph.attention.step import HostTables
 
 HEAD_DIMS = (64, 128, 256)
 MIN_CAPABILITY = (8, 0)
@@ -102,6 +103,12 @@ class StepLayout:
     @property
     def num_pages(self) -> int:
         return len(self.page_positions)
+
+    def pages_of(self, tables: HostTables) -> Ints:
+        """[number of pages], the pages themselves, from R rows of a block table on the host."""
+        counts = np.diff(self.kv_indptr)
+        rows = (np.asarray(row[:count], np.int32) for row, count in zip(tables, counts, strict=True))
+        return np.concatenate(list(rows))
 
 
 def lay_out(q_lens: Sequence[int], seq_lens: Sequence[int], block_size: int, table_width: int) -> StepLayout:

@@ -6,16 +6,33 @@ Breaks must see the batch of *this* replay, so nothing here is ever passed as a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from breakgraph.attention.base import AttentionMetadata
+
+HostTables: TypeAlias = Sequence[Sequence[int] | NDArray[np.integer[Any]]]
+"""Rows of a block table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestTensors:
+    """What the device knows of R requests, or request slots."""
+
+    cu_seqlens_q: torch.Tensor | None = None
+    """[R + 1] int32, running sum of the new tokens from 0; None in the decode phase."""
+    seq_lens: torch.Tensor
+    """[R] int32."""
+    block_tables: torch.Tensor
+    """[R, max_blocks] int32; unused entries are 0, the reserved block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +43,7 @@ class AttentionStep:
     request's only new token, the device tensors have `padded_num_tokens` rows, and the host lengths may be empty.
 
     With `fixed_slots` the device tensors lie at fixed addresses and have R request slots, whatever the number of live
-    requests: a graph may hold the step. The slots behind the live ones are sentinels: `seq_lens_gpu` 0, `cu_seqlens_q`
+    requests: a graph may hold the step. The slots behind the live ones are sentinels: `seq_lens` 0, `cu_seqlens_q`
     parked at `num_tokens`, block tables all 0.
     """
 
@@ -39,18 +56,28 @@ class AttentionStep:
     """New tokens of each live request."""
     seq_lens: tuple[int, ...] = ()
     """Tokens of each live request once this step has run: cached ones and new ones."""
-    cu_seqlens_q_gpu: torch.Tensor | None = None
-    """[R + 1] int32, running sum of `q_lens` from 0."""
-    seq_lens_gpu: torch.Tensor
-    """[R] int32."""
-    block_tables_gpu: torch.Tensor
-    """[R, max_blocks] int32; unused entries are 0, the reserved block."""
+    block_tables: HostTables = ()
+    """Blocks of each live request, in order, for kernels that are planned on the host; may be empty."""
+    requests: Callable[[], RequestTensors]
+    """On the device, the same at every call: they may be copied there when somebody first asks."""
     slot_mapping_gpu: torch.Tensor
     """[padded_num_tokens] int64, block * block_size + offset; padding rows are 0."""
     num_tokens_gpu: torch.Tensor | None = None
     """[1] int32: `num_tokens` for what runs inside a graph, such as expert routing; None where nothing is padded."""
     fixed_slots: bool = False
     """Whether the device tensors have a fixed number of request slots, unused ones being sentinels."""
+
+    @property
+    def cu_seqlens_q_gpu(self) -> torch.Tensor | None:
+        return self.requests().cu_seqlens_q
+
+    @property
+    def seq_lens_gpu(self) -> torch.Tensor:
+        return self.requests().seq_lens
+
+    @property
+    def block_tables_gpu(self) -> torch.Tensor:
+        return self.requests().block_tables
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_tokens <= self.padded_num_tokens, (

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from breakgraph.attention import AttentionStep
+from breakgraph.attention import AttentionStep, RequestTensors
 from breakgraph.attention.kv_buffers import RESERVED_BLOCK
 from breakgraph.runners.base import Runner
 from breakgraph.runners.batch import StepBatch
@@ -66,15 +66,14 @@ class DecodeRunner(Runner):
 
     def _attention_step(self, batch: StepBatch, fields: Mapping[str, Tensor], in_bucket: bool) -> AttentionStep:
         slot_mapping = fields["slot_mapping"]
+        requests = RequestTensors(seq_lens=fields["seq_lens"], block_tables=fields["block_tables"])
         return AttentionStep(
             phase=self.spec.phase,
             num_tokens=batch.num_tokens,
             padded_num_tokens=slot_mapping.shape[0],
             q_lens=(1,) * batch.num_reqs,
             seq_lens=tuple(batch.seq_lens),
-            cu_seqlens_q_gpu=None,
-            seq_lens_gpu=fields["seq_lens"],
-            block_tables_gpu=fields["block_tables"],
+            requests=lambda: requests,
             slot_mapping_gpu=slot_mapping,
             num_tokens_gpu=fields["num_live_tokens"] if in_bucket else None,
             fixed_slots=in_bucket,

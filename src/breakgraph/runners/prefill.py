@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from breakgraph.attention import AttentionStep
+from breakgraph.attention import AttentionStep, RequestTensors
 from breakgraph.attention.kv_buffers import RESERVED_BLOCK
 from breakgraph.errors import ConfigError
 from breakgraph.runners.base import Runner
@@ -71,14 +72,14 @@ _CU_SEQLENS_Q = FieldSpec(name="cu_seqlens_q", dtype=torch.int32, axis="request_
 _SEQ_LENS = FieldSpec(name="seq_lens", dtype=torch.int32, axis="requests", pad=0)
 
 
-def _table_field(width: int, num_blocks: int) -> FieldSpec:
+def _table_field(width: int, limit: int | None) -> FieldSpec:
     return FieldSpec(
         name="block_tables",
         dtype=torch.int32,
         axis="requests",
         pad=RESERVED_BLOCK,
         tail=(width,),
-        limit=num_blocks,
+        limit=limit,
     )
 
 
@@ -87,21 +88,23 @@ class PrefillRunner(Runner):
 
     def _attention_step(self, batch: StepBatch, fields: Mapping[str, Tensor], in_bucket: bool) -> AttentionStep:
         slot_mapping = fields["slot_mapping"]
-        table_field = _table_field(max(map(len, batch.block_tables)), self.spec.num_blocks)
-        parts = ((_CU_SEQLENS_Q, batch.cu_seqlens_q), (_SEQ_LENS, batch.seq_lens), (table_field, batch.block_tables))
-        metadata = stage_fields(parts, self.device)
         return AttentionStep(
             phase=self.spec.phase,
             num_tokens=batch.num_tokens,
             padded_num_tokens=slot_mapping.shape[0],
             q_lens=tuple(batch.q_lens),
             seq_lens=tuple(batch.seq_lens),
-            cu_seqlens_q_gpu=metadata["cu_seqlens_q"],
-            seq_lens_gpu=metadata["seq_lens"],
-            block_tables_gpu=metadata["block_tables"],
+            block_tables=batch.block_tables,
+            requests=cache(partial(_staged_requests, batch, self.device)),
             slot_mapping_gpu=slot_mapping,
             num_tokens_gpu=fields["num_live_tokens"] if in_bucket else None,
         )
+
+
+def _staged_requests(batch: StepBatch, device: torch.device) -> RequestTensors:
+    table_field = _table_field(max(map(len, batch.block_tables)), limit=None)  # the step was checked
+    parts = ((_CU_SEQLENS_Q, batch.cu_seqlens_q), (_SEQ_LENS, batch.seq_lens), (table_field, batch.block_tables))
+    return RequestTensors(**stage_fields(parts, device))
 
 
 class SlottedPrefillRunner(Runner):
@@ -119,15 +122,14 @@ def slotted_step(
 ) -> AttentionStep:  # fmt: skip
     """The step of a spec with request slots, see :meth:`Runner._attention_step`."""
     slot_mapping = fields["slot_mapping"]
+    requests = RequestTensors(**{name: fields[name] for name in ("cu_seqlens_q", "seq_lens", "block_tables")})
     return AttentionStep(
         phase=spec.phase,
         num_tokens=batch.num_tokens,
         padded_num_tokens=slot_mapping.shape[0],
         q_lens=tuple(batch.q_lens),
         seq_lens=tuple(batch.seq_lens),
-        cu_seqlens_q_gpu=fields["cu_seqlens_q"],
-        seq_lens_gpu=fields["seq_lens"],
-        block_tables_gpu=fields["block_tables"],
+        requests=lambda: requests,
         slot_mapping_gpu=slot_mapping,
         num_tokens_gpu=fields["num_live_tokens"] if in_bucket else None,
         fixed_slots=in_bucket,

@@ -131,6 +131,11 @@ class PhaseSpec:
                     f"{self.phase}: block_tables[{index}]: expected {needed} (seq_len {seq_len}) to "
                     f"{self.max_blocks_per_seq} (max_model_len) blocks, got {len(table)}"
                 )
+            row = np.asarray(table)
+            if not 0 <= row.min() <= row.max() < self.num_blocks:
+                raise ConfigError(
+                    f"{self.phase}: block_tables[{index}]: expected 0 <= value < {self.num_blocks}, got {table}"
+                )
             # One comparison a request that catches a table of another request before it becomes a wrong answer.
             slot = table[needed - 1] * self.block_size + (seq_len - 1) % self.block_size
             if batch.slot_mapping[end - 1] != slot:

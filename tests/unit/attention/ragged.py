@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from breakgraph.attention import AttentionBackend, AttentionStep, KVCacheBuffers, LayerAttention
+from breakgraph.attention import AttentionBackend, AttentionStep, KVCacheBuffers, LayerAttention, RequestTensors
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 128
@@ -115,21 +115,34 @@ def ragged_batch(
     decode = phase == "decode"
     seq_lens = [new + cached for new, cached in zip(q_lens, cached_lens, strict=True)]
     pad_rows = padding if decode else 0
+    host_tables = () if decode else tables
+    requests = RequestTensors(
+        cu_seqlens_q=torch.tensor([0, *q_lens], device=device).cumsum(0, dtype=torch.int32),
+        seq_lens=torch.tensor(seq_lens + [1] * pad_rows, dtype=torch.int32, device=device),
+        block_tables=torch.tensor(tables + [[0] * max_blocks] * pad_rows, dtype=torch.int32, device=device),
+    )
     step = AttentionStep(
         phase=phase,
         num_tokens=live,
         padded_num_tokens=live + padding,
         q_lens=() if decode else tuple(q_lens),
         seq_lens=() if decode else tuple(seq_lens),
-        cu_seqlens_q_gpu=torch.tensor([0, *q_lens], device=device).cumsum(0, dtype=torch.int32),
-        seq_lens_gpu=torch.tensor(seq_lens + [1] * pad_rows, dtype=torch.int32, device=device),
-        block_tables_gpu=torch.tensor(tables + [[0] * max_blocks] * pad_rows, dtype=torch.int32, device=device),
         slot_mapping_gpu=torch.tensor(slots + [0] * padding, dtype=torch.int64, device=device),
+        block_tables=host_tables,
+        requests=lambda: requests,
     )
     pad_k = random(padding, layer.num_kv_heads, layer.head_dim)
     pad_v = random(padding, layer.num_kv_heads, layer.v_head_dim)
     q = random(live + padding, layer.num_heads, layer.head_dim)
     return RaggedBatch(layer, step, kv, q, torch.cat([*new_k, pad_k]), torch.cat([*new_v, pad_v]), histories)
+
+
+def with_changes(step: AttentionStep, **changes: Any) -> AttentionStep:
+    """`replace`, which takes request tensors too, by the names that a step has for them."""
+    fields = {f"{name}_gpu": name for name in ("cu_seqlens_q", "seq_lens", "block_tables")}
+    tensors = {fields[name]: changes.pop(name) for name in list(changes) if name in fields}
+    requests = replace(step.requests(), **tensors)
+    return replace(step, requests=lambda: requests, **changes)
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerAttention) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from breakgraph.attention import LayerAttention
 from breakgraph.attention.flash import FlashAttention, FlashOperator
 from breakgraph.errors import ConfigError
-from unit.attention.ragged import LAYERS, PLAIN, SINKS, ragged_batch, reference
+from unit.attention.ragged import LAYERS, PLAIN, SINKS, ragged_batch, reference, with_changes
 
 CUDA = torch.device("cuda", 0)
 
@@ -89,7 +89,7 @@ def test_a_batch_without_prefixes_is_not_gathered() -> None:
 def test_device_rows_beyond_the_live_requests_are_ignored() -> None:
     batch = ragged_batch(PLAIN, q_lens=[3, 2], cached_lens=[4, 0])
     step = batch.step
-    batch.step = replace(
+    batch.step = with_changes(
         step,
         cu_seqlens_q_gpu=torch.cat([step.cu_seqlens_q_gpu, step.cu_seqlens_q_gpu[-1:]]),
         seq_lens_gpu=torch.cat([step.seq_lens_gpu, step.seq_lens_gpu.new_tensor([99])]),

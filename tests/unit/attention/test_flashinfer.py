@@ -81,6 +81,9 @@ def test_pages_and_lengths_say_where_every_token_is(lens: list[tuple[int, int]],
     layout = lay_out(q_lens, seq_lens, block_size, width)
     pages = table.flatten()[layout.page_positions]
     assert layout.num_pages == len(pages) == layout.kv_indptr[-1]
+    for rows in (table, table.tolist()):
+        assert layout.pages_of(rows).tolist() == pages.tolist()
+        assert layout.pages_of(rows).dtype == np.int32
     for request, (new, total) in enumerate(zip(q_lens, seq_lens, strict=True)):
         mine = pages[layout.kv_indptr[request] : layout.kv_indptr[request + 1]]
         assert mine.tolist() == table[request, : len(mine)].tolist()

@@ -28,7 +28,7 @@ from breakgraph.attention.triton import TritonAttention
 from breakgraph.attention.triton_ops import Tile
 from breakgraph.errors import ConfigError
 from breakgraph.graph import PlanFamily
-from unit.attention.ragged import LAYERS, MISTAKES, PLAIN, SINKS, RaggedBatch, ragged_batch
+from unit.attention.ragged import LAYERS, MISTAKES, PLAIN, SINKS, RaggedBatch, ragged_batch, with_changes
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -200,7 +200,7 @@ def test_no_bit_depends_on_the_other_requests(layer: str) -> None:
     starts = [sum(q_lens[:i]) for i in range(len(q_lens))]
     for index, (start, num_new, num_cached) in enumerate(zip(starts, q_lens, cached_lens, strict=True)):
         step, rows = together.step, slice(start, start + num_new)
-        alone = replace(
+        alone = with_changes(
             step,
             num_tokens=num_new,
             padded_num_tokens=num_new,
@@ -224,7 +224,7 @@ def test_no_bit_of_a_decode_row_depends_on_the_other_rows(layer: str) -> None:
         lens = torch.ones_like(batch.step.seq_lens_gpu)
         tables = torch.zeros_like(batch.step.block_tables_gpu)
         lens[row], tables[row] = batch.step.seq_lens_gpu[row], batch.step.block_tables_gpu[row]
-        alone = replace(batch, step=replace(batch.step, seq_lens_gpu=lens, block_tables_gpu=tables))
+        alone = replace(batch, step=with_changes(batch.step, seq_lens_gpu=lens, block_tables_gpu=tables))
         assert torch.equal(run(alone)[row], out[row])
 
 
@@ -234,7 +234,7 @@ def test_sentinels_change_nothing(num_sentinels: int) -> None:
     out = run(batch)
     step = batch.step
     ends = step.cu_seqlens_q_gpu[-1:].expand(num_sentinels)
-    batch.step = replace(
+    batch.step = with_changes(
         step,
         cu_seqlens_q_gpu=torch.cat([step.cu_seqlens_q_gpu, ends]),
         seq_lens_gpu=torch.cat([step.seq_lens_gpu, step.seq_lens_gpu.new_zeros(num_sentinels)]),
@@ -401,7 +401,7 @@ def test_keys_are_left_to_the_break_where_rows_are_not_static_or_a_graph_holds_a
     attention = TritonAttention([PLAIN])
     attention.bind(batch.kv)
     live = torch.tensor([2], dtype=torch.int32, device=DEVICE)
-    step = replace(batch.step, **{"num_tokens_gpu": live, **change})
+    step = with_changes(batch.step, **{"num_tokens_gpu": live, **change})
     before = batch.kv.key[0].clone()
     with use_step(attention.plan(step)):
         assert store(batch.k, batch.v, 0) is False
@@ -412,7 +412,7 @@ def with_slots(step: AttentionStep, num_slots: int) -> AttentionStep:
     """A prefill step with sentinels up to `num_slots` requests."""
     missing = num_slots - step.seq_lens_gpu.shape[0]
     starts = step.cu_seqlens_q_gpu
-    return replace(
+    return with_changes(
         step,
         cu_seqlens_q_gpu=torch.cat([starts, starts[-1:].expand(missing)]),
         seq_lens_gpu=torch.nn.functional.pad(step.seq_lens_gpu, (0, missing)),
@@ -461,13 +461,13 @@ def test_what_a_plan_needs() -> None:
     attention = TritonAttention([PLAIN])
     batch = batch_of(PLAIN, q_lens=[2], cached_lens=[0])
     with pytest.raises(AssertionError, match="needs cu_seqlens_q_gpu"):
-        attention.plan(replace(batch.step, cu_seqlens_q_gpu=None))
+        attention.plan(with_changes(batch.step, cu_seqlens_q_gpu=None))
     with pytest.raises(AssertionError, match="one new token a request"):
         attention.plan(replace(batch.step, phase="decode"))
     with pytest.raises(AssertionError, match="1 block table rows for 2 decode rows"):
         attention.plan(replace(batch.step, phase="decode", q_lens=(), seq_lens=()))
     with pytest.raises(AssertionError, match=r"of \(1, 2, 1\) requests"):
-        attention.plan(replace(batch.step, seq_lens_gpu=batch.step.seq_lens_gpu.repeat(2)))
+        attention.plan(with_changes(batch.step, seq_lens_gpu=batch.step.seq_lens_gpu.repeat(2)))
     with pytest.raises(RuntimeError, match="no KV cache yet"):
         attention.forward(batch.q, batch.k, batch.v, PLAIN, attention.plan(batch.step), batch.q)
 

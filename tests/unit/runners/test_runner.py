@@ -11,7 +11,8 @@ import torch
 from breakgraph.attention import current_step
 from breakgraph.errors import ClosedError, ConfigError
 from breakgraph.graph import ShapeKey
-from breakgraph.runners import DecodeRunner, PrefillRunner, Runner, SlottedPrefillRunner
+from breakgraph.runners import DecodeRunner, PrefillRunner, Runner, SlottedPrefillRunner, prefill
+from breakgraph.runners.buffers import stage_fields
 from unit.backends.fakes import FakeFamily
 from unit.runners.fakes import (
     SETUPS,
@@ -129,6 +130,20 @@ def test_prefill_refuses_a_block_out_of_range() -> None:
     batch = make_batch([(4, 2)])
     with pytest.raises(ConfigError, match=r"block_tables\[0\]: expected 0 <= value < 64, got \[64, 2\]"):
         setup.runner.run(dataclasses.replace(batch, block_tables=[[64, 2]]))
+
+
+def test_request_tensors_of_a_prompt_go_to_the_device_once_and_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = prefill_setup().ready().runner
+    staged: list[object] = []
+    monkeypatch.setattr(prefill, "stage_fields", lambda *args: staged.append(args) or stage_fields(*args))
+    batch = make_batch([(4, 2), (0, 3)])
+    step = runner._attention_step(batch, runner._allocated().load(batch, 8), in_bucket=True)
+    assert step.block_tables is batch.block_tables
+    assert staged == []
+    assert step.seq_lens_gpu.tolist() == [6, 3]
+    assert step.cu_seqlens_q_gpu.tolist() == [0, 2, 5]
+    assert step.block_tables_gpu.shape[0] == 2
+    assert len(staged) == 1
 
 
 def test_decode_metadata_is_the_static_buffers_with_the_live_lengths_beside() -> None:
