@@ -150,7 +150,7 @@ def test_buckets_share_their_memory(family: PlanFamily, name: str) -> None:
 
 
 def test_all_ways_side_by_side(folder: str) -> None:
-    config = CaptureBench(model=folder, compare=True, prefill_buckets=(16, 64, 128), max_num_seqs=4)
+    config = CaptureBench(model=folder, compare=True, prefill_buckets=(16, 128, 256), max_num_seqs=4)
     result = run_bench(config, "a test", lambda line: None)
     built = {(row.params["backend"], row.params["fusion"]): row.metrics for row in result.rows if row.name == "build"}
     assert list(built) == [

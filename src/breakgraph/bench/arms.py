@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from breakgraph.bench.workloads import BLOCK_SIZE
 from breakgraph.errors import ConfigError
 from breakgraph.graph import PlanFamily
 from breakgraph.models import HFModel, fuse, load_model
+from breakgraph.models.experts import watch_routing
 from breakgraph.models.support import build_model
 from breakgraph.runners.base import Forward, Runner
 
@@ -146,6 +148,9 @@ class StepGroup:
         for name, values in logits.items():
             assert bool(values.isfinite().all()), f"{name}: logits are not finite, so equality would mean nothing"
         metrics = {name: self._equality(name, batch, logits) | self._captured(name, batch) for name in runs}
+        reached = self._experts_reached(batch)
+        for own in metrics.values():
+            own.update(reached)
         if self.setting.ceilings is None:
             return metrics
         samples = interleaved(runs, rounds, self.setting.device, fewer=(EAGER,))
@@ -174,6 +179,19 @@ class StepGroup:
             a, b = logits[name].float(), logits[FULL].float()
             metrics["off_full"] = Metric(value=((a - b).abs().max() / b.abs().max()).item(), unit="ratio")
         return metrics
+
+    def _experts_reached(self, batch: StepBatch) -> dict[str, Metric]:
+        """The share of all experts that the step's routing reaches, mean over layers. What a step reads depends on it,
+        and random weights do not promise it."""
+        shares: list[float] = []
+
+        def note(chosen: torch.Tensor, num_experts: int) -> None:
+            shares.append(len(chosen.unique()) / num_experts)
+
+        with watch_routing(note):
+            for runner in list(self.runners.values())[:1]:
+                runner.run_eager(batch)
+        return {"experts_reached": Metric(value=statistics.mean(shares), unit="ratio")} if shares else {}
 
     def _captured(self, backend: str, batch: StepBatch) -> dict[str, Metric]:
         runner = self.runners[backend]
@@ -232,7 +250,7 @@ def describe(row: Row) -> str:
     """One line, while a benchmark runs."""
     shown = (
         "build", "compile", "capture", "time", "p10", "p90", "back_to_back", "host", "gpu_busy", "roofline",
-        "segments", "breaks", "equals_eager", "equals_full",
+        "segments", "breaks", "experts_reached", "equals_eager", "equals_full",
     )  # fmt: skip
     values = [f"{key} {_short(row.metrics[key])}" for key in shown if key in row.metrics]
     return "  ".join([row.name, *(f"{key}={value}" for key, value in row.params.items()), *values])

@@ -7,6 +7,8 @@ such rows lie behind the last group and come out as zero.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,12 +24,32 @@ from breakgraph.graph.tracing import TracePlace, Untraced
 LIVE_GROUPED_MM = "breakgraph_grouped_mm"
 TRITON = "breakgraph_triton"
 
+RoutingWatcher = Callable[[torch.Tensor, int], None]
+"""Called with each layer's choice, expert indices [live tokens, k], and its number of experts."""
+_watchers: list[RoutingWatcher] = []
+
+
+@contextmanager
+def watch_routing(watcher: RoutingWatcher) -> Iterator[None]:
+    """Show where the experts of this module are sent tokens while the forward runs as Python; replays show nothing."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+def _show(module: Any, top_k_index: torch.Tensor, num_live: torch.Tensor | None) -> None:
+    for watcher in _watchers:
+        watcher(top_k_index if num_live is None else top_k_index[: int(num_live)], module.num_experts)
+
 
 def _live_grouped_mm(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """hidden_states [T, H], top_k_index and top_k_weights [T, k] to [T, H]; padding rows are zero."""
     num_live = live_token_count(hidden_states.shape[0])
+    _show(module, top_k_index, num_live)
     if num_live is not None:
         is_padding = (torch.arange(hidden_states.shape[0], device=hidden_states.device) >= num_live)[:, None]
         top_k_index = top_k_index.masked_fill(is_padding, module.num_experts)
@@ -43,6 +65,7 @@ def _triton(
     from breakgraph.models.expert_ops import gated_experts
 
     num_live = live_token_count(hidden_states.shape[0])
+    _show(module, top_k_index, num_live)
     experts: torch.Tensor = gated_experts(
         hidden_states, module.gate_up_proj, module.down_proj, top_k_index, top_k_weights, num_live
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import logging
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,9 +117,11 @@ def _random_model(
 ) -> PreTrainedModel:
     """Made where it stays and in its final dtype, with the initial values of the class: normal(0, 0.02), norms one.
 
-    With experts, token embeddings are normal(0, 1). Smaller ones drown in what attention adds, which is the mean of
-    many tokens: the tokens of a deep random model become alike (Dong et al., "Attention is not all you need", 2021),
-    all go to the same few experts, and a step costs much less than with trained weights.
+    With experts, token embeddings are normal(0, sqrt(2 layers)). Smaller ones drown in what the layers add, which is
+    the mean of many tokens: the tokens of a deep random model become alike (Dong et al., "Attention is not all you
+    need", 2021), all go to the same few experts, and a step costs much less than with trained weights. The root keeps
+    the sum of two additions a layer as small beside the embedding as GPT-2's initial values do (Radford et al., 2019,
+    which divides the additions by it).
     """
     cuda_index = device.index if device.index is not None or device.type != "cuda" else torch.cuda.current_device()
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [cuda_index]), device:
@@ -127,7 +130,7 @@ def _random_model(
         if has_experts(source.config):
             embeddings = model.get_input_embeddings().weight
             assert isinstance(embeddings, torch.Tensor)
-            torch.nn.init.normal_(embeddings)
+            torch.nn.init.normal_(embeddings, std=math.sqrt(2 * source.config.num_hidden_layers))
         return model
 
 

@@ -9,7 +9,7 @@ from transformers.integrations import moe
 
 from breakgraph.attention import AttentionStep, make_attention, use_step
 from breakgraph.models import HFModel
-from breakgraph.models.experts import LIVE_GROUPED_MM, TRITON, triton_refusals
+from breakgraph.models.experts import LIVE_GROUPED_MM, TRITON, triton_refusals, watch_routing
 from packed_driver import PackedDriver, TokenSequence
 from tiny_models import randomize, tiny_config
 
@@ -66,6 +66,22 @@ def test_padding_rows_go_to_no_expert(name: str, device: torch.device, routed: l
     (plain,) = plain_driver.step([(TokenSequence(tokens), 9)])
     assert all((index < num_experts).all() for index in routed)
     torch.testing.assert_close(padded, plain, rtol=0.05, atol=0.05)
+
+
+def test_a_watcher_sees_where_live_rows_go(device: torch.device, routed: list[torch.Tensor]) -> None:
+    model = moe_model("qwen3_moe", device)
+    driver = CountingDriver(model, make_attention("sdpa", device, torch.bfloat16, model.layers))
+    seen: list[tuple[torch.Tensor, int]] = []
+    routed.clear()
+    with watch_routing(lambda chosen, num_experts: seen.append((chosen.clone(), num_experts))):
+        driver.step([(TokenSequence([1, 2, 3]), 3)], padding=2)
+    driver.step([(TokenSequence([1, 2, 3]), 3)], padding=2)
+    num_experts = {module.num_experts for module in model.module.modules() if hasattr(module, "gate_up_proj")}
+    assert seen
+    assert 2 * len(seen) == len(routed)
+    for (chosen, of), index in zip(seen, routed, strict=False):
+        assert {of} == num_experts
+        assert torch.equal(chosen, index[:3])
 
 
 def test_a_step_of_another_size_is_a_bug(device: torch.device) -> None:
