@@ -17,7 +17,7 @@ from breakgraph.bench.arms import Setting, case_seed, describe, give_memory_back
 from breakgraph.bench.config import CaptureBench
 from breakgraph.bench.result import Metric, Row, Scalar
 from breakgraph.bench.timing import Samples, interleaved, synchronize
-from breakgraph.bench.workloads import BLOCK_SIZE, num_blocks, prefill_batch
+from breakgraph.bench.workloads import BLOCK_SIZE, num_blocks, prefill_batch, prefill_rounds
 from breakgraph.errors import CaptureError, ConfigError
 from breakgraph.graph import PlanFamily
 from breakgraph.runners import Runner, StepBatch, prefill_runner_class, prefill_spec
@@ -235,7 +235,8 @@ def _replay_rows(
     logits = {name: run().clone() for name, run in runs.items()}
     samples: dict[str, Samples] = {}
     if setting.ceilings is not None:
-        samples = interleaved(runs, ROUNDS, setting.device, fewer=[n for n in names if n.startswith("eager")])
+        rounds = prefill_rounds(batch.num_tokens, ROUNDS)
+        samples = interleaved(runs, rounds, setting.device, fewer=[n for n in names if n.startswith("eager")])
     rows = []
     for name, made in names.items():
         if made.arm.backend == "eager":

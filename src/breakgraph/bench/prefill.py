@@ -17,12 +17,9 @@ from breakgraph.bench.arms import (
 from breakgraph.bench.ceilings import step_work
 from breakgraph.bench.config import PrefillBench
 from breakgraph.bench.result import Row
-from breakgraph.bench.workloads import BLOCK_SIZE, even_lens, num_blocks, prefill_batch
+from breakgraph.bench.workloads import BLOCK_SIZE, even_lens, num_blocks, prefill_batch, prefill_rounds
 from breakgraph.runners import prefill_runner_class, prefill_spec
 from breakgraph.runners.base import Forward, Runner
-
-LONG_TOKENS = 8192
-"""From here on a quarter of the rounds is enough: a round takes long, and launches hardly count."""
 
 
 def measure(setting: Setting) -> list[Row]:
@@ -66,7 +63,7 @@ def _fusion_rows(setting: Setting, config: PrefillBench, fusion: str, blocks: in
                     seed = case_seed(config, (tokens, requests))
                     batch = prefill_batch(tokens, requests, model.vocab_size, seed)
                     lens = even_lens(tokens, requests)
-                    rounds = config.rounds if tokens < LONG_TOKENS else max(1, config.rounds // 4)
-                    metrics = group.compare(batch, step_work(model, lens, lens), rounds)
+                    work = step_work(model, lens, lens)
+                    metrics = group.compare(batch, work, prefill_rounds(tokens, config.rounds))
                     rows += case_rows(group, "prefill", {"tokens": tokens, "requests": requests}, fusion, metrics)
     return rows

@@ -11,6 +11,7 @@ from breakgraph.runners import StepBatch
 from breakgraph.runners.spec import last_rows
 
 BLOCK_SIZE = 16
+_LONG_TOKENS = 8192
 
 
 def num_blocks(lens: Sequence[int]) -> int:
@@ -27,6 +28,11 @@ def prefill_batch(num_tokens: int, num_reqs: int, vocab_size: int, seed: int) ->
     """`num_tokens` new tokens in `num_reqs` prompts of the same length, none of them cached."""
     q_lens = even_lens(num_tokens, num_reqs)
     return _batch(q_lens, q_lens, vocab_size, seed)
+
+
+def prefill_rounds(num_tokens: int, rounds: int) -> int:
+    """How often a step is timed. A quarter is enough for a long one: it takes long, and launches hardly count."""
+    return rounds if num_tokens < _LONG_TOKENS else max(1, rounds // 4)
 
 
 def decode_batch(num_reqs: int, context: int, vocab_size: int, seed: int) -> StepBatch:
