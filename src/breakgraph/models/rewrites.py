@@ -4,6 +4,7 @@ They look for arithmetic, not for models. What they do not recognise stays Induc
 
 - Heads that are normalised and turned by their positions: Inductor reads and multiplies each element several times.
 - A sum with a matrix product that nobody else reads is added up in the product, in place.
+- The largest few of short rows, with the softmax of the rows where only they are read: Inductor calls a sort.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from torch._inductor.pattern_matcher import (
 )
 
 from breakgraph.models import norm_rope as norm_rope_file
+from breakgraph.models import top_k as top_k_file
 from breakgraph.models.norm_rope import norm_rope
+from breakgraph.models.top_k import MAX_COLUMNS, MAX_K, top_k
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
@@ -57,10 +60,12 @@ class BlockRewrites(CustomGraphPass):
         _patterns.apply(graph)
         for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
             _add_in_place(graph, node)
+        for node in graph.find_nodes(op="call_function", target=aten.topk.default):
+            _select_in_registers(graph, node)
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__, norm_rope_file.__file__))
+        return get_hash_for_files((__file__, norm_rope_file.__file__, top_k_file.__file__))
 
 
 def _heads_pattern() -> Any:
@@ -153,3 +158,46 @@ def _may_alias(node: fx.Node) -> bool:
 def _fits(total: fx.Node, node: fx.Node) -> bool:
     before, after = total.meta["val"], node.meta["val"]
     return before.shape == after.shape and before.dtype == after.dtype and before.is_contiguous()
+
+
+def _select_in_registers(graph: fx.Graph, node: fx.Node) -> None:
+    """The k largest of each row of a matrix, or of their softmax."""
+    scores: Any = node.args[0]
+    k, dim, largest = [*node.args[1:], *(-1, True)[len(node.args) - 2 :]][:3]
+    look = scores.meta["val"]
+    is_matrix = look.dim() == 2 and dim in (1, -1) and look.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    is_short = isinstance(k, int) and isinstance(look.shape[-1], int) and k <= MAX_K and look.shape[-1] <= MAX_COLUMNS
+    if not (is_matrix and is_short and largest) or node.kwargs:
+        return
+    inner = _softmax_of(scores)
+    with graph.inserting_before(node):
+        chosen = graph.call_function(top_k, (inner or scores, k, inner is not None))
+    chosen.meta["val"] = tuple(node.meta["val"])
+    node.replace_all_uses_with(chosen)
+    graph.erase_node(node)
+
+
+def _softmax_of(node: fx.Node) -> fx.Node | None:
+    """What `node` is the float32 softmax of, along the rows; None if it is something else, or has other readers."""
+    if node.target is not aten.div.Tensor or len(node.users) != 1 or node.meta["val"].dtype != torch.float32:
+        return None
+    parts, total = node.args
+    if not (_is(parts, aten.exp.default) and _is_along_rows(total, aten.sum.dim_IntList, parts)):
+        return None
+    difference = parts.args[0]
+    if not _is(difference, aten.sub.Tensor):
+        return None
+    row, greatest = difference.args
+    if not _is_along_rows(greatest, aten.amax.default, row):
+        return None
+    inner = row.args[0] if _is(row, prims.convert_element_type.default) else row
+    return inner if isinstance(inner, fx.Node) and inner.meta["val"].dtype.is_floating_point else None
+
+
+def _is(node: Any, target: object) -> TypeGuard[fx.Node]:
+    return isinstance(node, fx.Node) and node.target is target
+
+
+def _is_along_rows(node: Any, target: object, of: Any) -> bool:
+    """Whether `node` reduces the rows of the matrix `of` to one element each, and keeps the axis."""
+    return _is(node, target) and node.args[0] is of and node.args[1:] in (([1], True), ([-1], True))

@@ -1,0 +1,124 @@
+"""The largest few of each row: the operator, and where a block's graph gets it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+pytest.importorskip("triton")
+
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from breakgraph.models.rewrites import BlockRewrites
+from breakgraph.models.top_k import top_k
+
+NUM_EXPERTS = 24
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 128, 8), (3, 60, 4), (1, 7, 7), (9, 1000, 6), (2, 1, 1)])
+def test_the_largest_come_first(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    num_rows, num_columns, k = shape
+    wide = torch.randn(num_rows, num_columns + 3).to(device, dtype)
+    for x in (wide[:, 2 : num_columns + 2], wide[:, :num_columns].t().contiguous().t()):
+        values, indices = top_k(x, k, False)
+        assert torch.equal(values, x.topk(k).values)
+        assert torch.equal(x.gather(1, indices), values)
+        values, indices = top_k(x, k, True)
+        expected = x.float().softmax(-1)
+        torch.testing.assert_close(values, expected.topk(k).values)
+        torch.testing.assert_close(expected.gather(1, indices), values)
+
+
+def test_equal_ones_go_by_their_columns_and_no_column_is_taken_twice(device: torch.device) -> None:
+    low = float("-inf")
+    x = torch.tensor([[1.0, 2.0, 2.0, 1.0], [low, low, low, low], [low, 0.0, low, low]], device=device)
+    values, indices = top_k(x, 3, False)
+    assert indices.tolist() == [[1, 2, 0], [0, 1, 2], [1, 0, 2]]
+    assert values.tolist() == [[2.0, 2.0, 1.0], [low] * 3, [0.0, low, low]]
+
+
+def test_nan_is_the_largest(device: torch.device) -> None:
+    x = torch.tensor([[3.0, float("nan"), 5.0]], device=device)
+    values, indices = top_k(x, 2, False)
+    assert indices.tolist() == [[1, 2]]
+    assert values[0, 0].isnan()
+    assert values[0, 1] == 5
+    assert top_k(x, 2, True)[0].isnan().all()
+
+
+def test_no_rows(device: torch.device) -> None:
+    values, indices = top_k(torch.empty(0, 8, device=device), 2, True)
+    assert values.shape == indices.shape == (0, 2)
+
+
+Route = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def of_softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    chosen, index = torch.topk(torch.softmax(logits, -1, dtype=torch.float32), 4)
+    return chosen / chosen.sum(-1, keepdim=True), index
+
+
+def softmax_of(logits: Tensor) -> tuple[Tensor, Tensor]:
+    chosen, index = torch.topk(logits, 4, dim=1, sorted=False)
+    return chosen.softmax(-1), index
+
+
+def of_softmax_that_is_read(logits: Tensor) -> tuple[Tensor, Tensor]:
+    scores = torch.softmax(logits, -1, dtype=torch.float32)
+    chosen, index = torch.topk(scores, 4)
+    return chosen + scores[:, :4], index
+
+
+def of_softmax_over_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.topk(torch.softmax(logits, 0, dtype=torch.float32), 4)
+
+
+def of_something_like_it(logits: Tensor) -> tuple[Tensor, Tensor]:
+    parts = (logits - logits.amin(-1, keepdim=True)).float().exp()
+    return torch.topk(parts / parts.sum(-1, keepdim=True), 4)
+
+
+def of_the_smallest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.topk(logits, 4, largest=False)
+
+
+def of_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.topk(logits, 4, dim=0)
+
+
+def of_groups(logits: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.topk(logits.view(-1, 4, NUM_EXPERTS // 4), 2)
+
+
+def of_many(logits: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.topk(logits.repeat(1, 50), 4)
+
+
+@pytest.mark.parametrize(("route", "softmax"), [
+    (of_softmax, True), (softmax_of, False), (of_softmax_that_is_read, False), (of_softmax_over_tokens, False),
+    (of_something_like_it, False), (of_the_smallest, None), (of_tokens, None), (of_groups, None), (of_many, None),
+])  # fmt: skip
+def test_what_the_graph_of_a_block_gets(route: Route, softmax: bool | None, device: torch.device) -> None:
+    x = (torch.randn(6 * NUM_EXPERTS, device=device) * 2).half()
+    module: fx.GraphModule = make_fx(
+        lambda x: route(x.view(-1, NUM_EXPERTS)), select_decomp_table(), tracing_mode="symbolic"
+    )(x)  # fmt: skip
+    BlockRewrites()(module.graph)
+    module.graph.lint()
+    module.recompile()
+    found = [node.args[2] for node in module.graph.nodes if node.target is top_k]
+    assert found == ([] if softmax is None else [softmax])
+    assert softmax is not True or not module.graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default)
+    for num_tokens in (6, 9):
+        x = torch.randn(num_tokens * NUM_EXPERTS, device=device).half()
+        got, expected = module(x), route(x.view(-1, NUM_EXPERTS))
+        # Without sorted=True any order is right, and so is either of two equal ones.
+        torch.testing.assert_close(got[0].sort().values, expected[0].sort().values, rtol=1e-3, atol=1e-3)
+        assert (got[1].sort().values == expected[1].sort().values).float().mean() > 0.9
