@@ -139,7 +139,9 @@ def test_a_result_file_has_what_was_sent_and_seen(server: RunningServer, tmp_pat
     (row,) = result.rows
     assert (result.shape.model, result.where.emulated) == ("tiny", True)
     assert row.params["mix"] == "alpaca"
-    assert result.run.command.startswith(f"breakgraph bench serve --url {server.url} --num-requests 6 --rate 0.0 --mix ")
+    assert result.run.command.startswith(
+        f"breakgraph bench serve --url {server.url} --num-requests 6 --rate 0.0 --mix "
+    )
     assert result.run.command.endswith(" --max-tokens 9 --seed 0")
     answered, failed = row.metrics["answered"].value, row.metrics["failed"].value
     assert answered + failed == 6
