@@ -23,7 +23,7 @@ SAMPLING = """
     --frequency-penalty --ignore-eos --logprobs --max-tokens --min-p --n --presence-penalty --prompt-logprobs
     --repetition-penalty --stop --stop-token-ids --temperature --top-k --top-p
 """
-LOAD = "--api-key --max-tokens --mix --num-requests --out --prompt-spread --prompt-words --rate --seed --shared --url"
+HTTP = "--api-key --json --max-tokens --mix --prompt-spread --prompt-words --rate --shared --url"
 SERVER = """
     --api-key --drain-timeout --host --max-waiting --port --ray-address --replicas --request-timeout --served-model-name
 """
@@ -34,12 +34,13 @@ OPTIONS = {
     """,
     "bench decode": f"--batch --context {BENCH}",
     "bench prefill": f"--requests --tokens {BENCH}",
-    "bench serve": f"--answer-len --max-num-batched-tokens --max-num-seqs --num-requests --prompt-len {BENCH}",
+    "bench serve": f"""
+        --answer-len --max-num-batched-tokens --max-num-seqs --num-requests --prompt-len {BENCH} {HTTP}
+    """,
     "capture": f"--explain --memory --trace {ENGINE}",
     "demo": "--cache-dir --device",
     "env": "--json",
     "generate": f"--chat --json --prompt --prompt-token-ids {SAMPLING} {ENGINE}",
-    "load": f"--json {LOAD}",
     "report": "files --format --out",
     "serve": f"{SERVER} {ENGINE}",
     "verify": f"--json {ENGINE.replace('--verify', '')}",

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
+from breakgraph.cli import bench_http, bench_serve
 from breakgraph.cli import engine_options as options
 
 if TYPE_CHECKING:
@@ -26,11 +27,15 @@ def add_parser(subparsers: Any) -> None:
         "bench",
         help="measure prefill, decode, serve or capture",
         description="Measure a model of random weights over backends, fusions and attentions. Ceilings come first, one "
-        "JSON line comes last. Exit code 0; 1: what should be equal to the bit is not; 2: refused.",
+        "JSON line comes last. Exit code 0; 1: what should be equal to the bit is not; 2: refused. `serve --url` "
+        "measures a running server instead.",
         allow_abbrev=False,
     )
     kinds = parser.add_subparsers(dest="kind", metavar="kind", required=True)
     for name, config_class in KINDS.items():
+        if name == "serve":
+            bench_serve.add_parser(kinds)
+            continue
         about = str(config_class.__doc__).split("\n")[0]
         kind = kinds.add_parser(name, help=about, description=about, allow_abbrev=False)
         for field in dataclasses.fields(config_class):
@@ -39,12 +44,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Progress as it comes, then the tables, then the result as one line of JSON."""
+    """Progress as it comes, then the tables, then the result as one line of JSON; or load over HTTP."""
     from breakgraph.bench.config import KINDS
 
-    config_class = KINDS[args.kind]
-    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(config_class)}
-    config = config_class(**values)
+    if args.kind == "serve" and bench_serve.is_over_http(args):
+        return bench_http.run(args)
+    given, config_class = vars(args), KINDS[args.kind]
+    config = config_class(**{f.name: given[f.name] for f in dataclasses.fields(config_class) if f.name in given})
     from breakgraph.bench.result import to_json, write_result
     from breakgraph.bench.run import run_bench
     from breakgraph.report import render

@@ -91,10 +91,14 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def add_flag(group: Any, field: dataclasses.Field[Any], default: Any, about: str = "") -> None:
-    """The flag of one dataclass field, with its help, or another one, and a default."""
+    """The flag of one dataclass field, with its help, or another one, and a default.
+
+    With argparse.SUPPRESS the namespace has the option only if it was given, and the help says the field's default.
+    """
     flag = "--" + field.name.replace("_", "-")
     about = about or field.metadata["help"]
-    shown = "" if default is None else f" (default: {as_text(default)})"
+    value = field.default if default is argparse.SUPPRESS else default
+    shown = "" if value is None else f" (default: {as_text(value)})"
     if field.type == "bool":
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=about + shown)
     else:

@@ -15,7 +15,7 @@ from types import ModuleType
 from breakgraph import __version__
 from breakgraph.errors import BreakgraphError
 
-COMMANDS = ("bench", "capture", "demo", "env", "generate", "load", "report", "serve", "verify")
+COMMANDS = ("bench", "capture", "demo", "env", "generate", "report", "serve", "verify")
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130

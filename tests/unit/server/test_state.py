@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from html.parser import HTMLParser
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from breakgraph.server.graphs import graphs_page, of_replicas
 from unit.server.conftest import MODEL, RunningServer
 
 BODY = {"model": MODEL, "prompt": "some words", "max_tokens": 6, "temperature": 0}
@@ -46,7 +48,7 @@ class _Page(HTMLParser):
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.loads += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href")]
+        self.loads += [f"{tag} {name}" for name, to in attrs if name in ("src", "href") and not str(to).startswith("#")]
         if tag != "meta":
             self.open.append(tag)
 
@@ -68,38 +70,61 @@ def test_a_browser_gets_a_page_that_needs_nothing_else(http: httpx.Client, serve
         assert expected in text
 
 
-def test_what_a_page_shows_is_escaped() -> None:
-    from breakgraph.server.graphs import graphs_page
+COMMON: dict[str, Any] = {
+    "model": "<script>",
+    "device": "cpu",
+    "emulated": True,
+    "dtype": "float32",
+    "max_model_len": 8,
+}
 
-    state = {
-        "model": "<script>",
-        "device": "cpu",
-        "emulated": True,
-        "dtype": "float32",
-        "max_model_len": 8,
+
+def engine_state(num_running: int = 0, num_replays: int = 0, num_eager: int = 3) -> dict[str, Any]:
+    num_steps = num_replays + num_eager
+    return COMMON | {
         "phases": [
             {
                 "phase": "decode",
                 "attention": "<b>",
                 "backend": "eager",
-                "num_replays": 0,
-                "num_eager_steps": 3,
-                "hit_rate": 0.0,
-                "num_eager_steps_by_reason": {"backend_eager": 3, "<b>": 1},
+                "num_replays": num_replays,
+                "num_eager_steps": num_eager,
+                "hit_rate": num_replays / num_steps if num_steps else None,
+                "num_eager_steps_by_reason": {"backend_eager": num_eager, "<b>": 1},
                 "num_padded_tokens": 0,
                 "buckets": [],
             }
         ],
-        "requests": {"num_running": 0, "num_waiting": 0, "num_preemptions": 0},
+        "requests": {"num_running": num_running, "num_waiting": 7, "num_preemptions": 0},
         "prefix_cache": {"num_prompt_tokens": 0, "num_prefix_cached_tokens": 0},
         "memory": dict.fromkeys(("weight_bytes", "kv_cache_bytes", "pool_bytes", "output_bytes"), 0)
-        | {"num_kv_blocks": 5, "num_free_kv_blocks": 4},
+        | {"num_kv_blocks": 5, "num_free_kv_blocks": 4 - num_running},
     }
-    page = graphs_page(state)
-    assert "<script>" not in page
-    assert "<b>" not in page.replace("<b class=", "")
-    assert "this phase does not capture" in page
-    assert "Nothing is captured." in page
+
+
+def test_what_a_page_shows_is_escaped() -> None:
+    of_several = of_replicas({"<b>'": engine_state(), "b": engine_state()})
+    for page in (graphs_page(engine_state()), graphs_page(of_several)):
+        assert "<script>" not in page
+        assert "<b>" not in page.replace("<b class=", "")
+        assert "this phase does not capture" in page
+        assert "Nothing is captured." in page
+    assert "<section id='&lt;b&gt;&#x27;'>" in graphs_page(of_several)
+
+
+def test_the_page_of_replicas_has_all_of_them_at_a_glance_then_each() -> None:
+    states = {"one": engine_state(num_running=2, num_replays=1), "two": engine_state(num_eager=0)}
+    text = graphs_page(of_replicas(states))
+    page = _Page(text)
+    assert (page.open, page.loads) == ([], [])
+    words = " ".join(" ".join(page.text).split())
+    glance, *each = words.split(" Replica ")
+    assert "one 2 7 2 of 4 25.0 % of 4 steps two 0 7 0 of 4 no step yet" in glance
+    assert [part.split()[0] for part in each] == ["one", "two"]
+    assert ["2 of 4" in part for part in each] == [True, False]
+    for name in states:
+        assert text.index(f"href='#{name}'") < text.index(f"id='{name}'")
+    assert "Replica" not in graphs_page(states["one"])
 
 
 def test_metrics_count_what_happened(http: httpx.Client) -> None:

@@ -115,7 +115,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
 
 
 def test_it_drives_a_server_and_says_what_it_saw(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["load", "--url", server.url, *SMALL, "--max-tokens", "5"]
+    argv = ["bench", "serve", "--url", server.url, *SMALL, "--max-tokens", "5"]
     assert main([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["num_answered"], found["num_failed_by_reason"]) == (12, {})
@@ -134,11 +134,15 @@ def test_a_result_file_has_what_was_sent_and_seen(server: RunningServer, tmp_pat
     out = tmp_path / "load.json"
     argv = ["--num-requests", "6", "--rate", "0", "--mix", "alpaca", "--shared", "0", "--prompt-spread", "0.1"]
     # The tiny tokenizer has a token a letter, and room for 128 of them.
-    assert main(["load", "--url", server.url, *argv, "--max-tokens", "9", "--out", str(out)]) in (0, 1)
+    assert main(["bench", "serve", "--url", server.url, *argv, "--max-tokens", "9", "--out", str(out)]) in (0, 1)
     result = read_result(out)
     (row,) = result.rows
     assert (result.shape.model, result.where.emulated) == ("tiny", True)
     assert row.params["mix"] == "alpaca"
+    assert result.run.command.startswith(
+        f"breakgraph bench serve --url {server.url} --num-requests 6 --rate 0.0 --mix "
+    )
+    assert result.run.command.endswith(" --max-tokens 9 --seed 0")
     answered, failed = row.metrics["answered"].value, row.metrics["failed"].value
     assert answered + failed == 6
     assert row.metrics["generated_tokens"].value == 9 * answered > 0
@@ -151,13 +155,13 @@ def test_a_result_file_is_refused_before_the_load_when_its_device_is_elsewhere(
 ) -> None:
     out = tmp_path / "load.json"
     for url in ("http://192.0.2.1:8000", "http://model.example", "nowhere"):
-        assert main(["load", "--url", url, "--out", str(out)]) == 2
+        assert main(["bench", "serve", "--url", url, "--out", str(out)]) == 2
         assert f"--out records this machine's device, and {url} is not on it" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     stats, sent = server.llm.engine.stats, []
     monkeypatch.setattr(server.llm.engine, "stats", lambda: {**stats(), "device": "cuda"})
     monkeypatch.setattr(drive, "_stream", lambda *args: sent.append(args))
-    argv = ["load", "--url", server.url, *SMALL, "--max-tokens", "5", "--out", str(out)]
+    argv = ["bench", "serve", "--url", server.url, *SMALL, "--max-tokens", "5", "--out", str(out)]
     assert main(argv) == 2
     assert "the server's cuda cannot be seen from here" in capsys.readouterr().err
     assert (out.exists(), sent) == (False, [])
@@ -166,7 +170,7 @@ def test_a_result_file_is_refused_before_the_load_when_its_device_is_elsewhere(
 def test_what_was_seen_is_printed_even_when_the_file_cannot_be_written(
     server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["load", "--url", server.url, *SMALL, "--max-tokens", "5", "--out", str(tmp_path)]
+    argv = ["bench", "serve", "--url", server.url, *SMALL, "--max-tokens", "5", "--out", str(tmp_path)]
     with pytest.raises(OSError, match=tmp_path.name):
         main(argv)
     assert "12 requests answered" in capsys.readouterr().out
@@ -175,7 +179,7 @@ def test_what_was_seen_is_printed_even_when_the_file_cannot_be_written(
 def test_requests_that_fail_are_counted_and_end_with_1(
     server: RunningServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["load", "--url", server.url, *SMALL, "--max-tokens", "1000", "--json"]) == 1
+    assert main(["bench", "serve", "--url", server.url, *SMALL, "--max-tokens", "1000", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["num_answered"], found["num_failed_by_reason"]) == (0, {"status 400": 12})
     assert found["ttft_ms"] is None
@@ -190,5 +194,5 @@ def test_requests_that_fail_are_counted_and_end_with_1(
     ],
 )
 def test_no_server_is_one_line(url: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["load", "--url", url]) == 2
+    assert main(["bench", "serve", "--url", url]) == 2
     assert capsys.readouterr().err.startswith(f"breakgraph: {message}")

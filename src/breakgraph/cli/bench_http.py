@@ -1,4 +1,4 @@
-"""`breakgraph load`: sends load to a running server and prints what its clients saw."""
+"""`breakgraph bench serve --url`: sends load to a running server and prints what its clients saw."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
 from importlib.util import find_spec
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from breakgraph.cli import engine_options as options
 from breakgraph.cli.serve import KEY_VARIABLE
 from breakgraph.errors import ConfigError
 
@@ -21,41 +21,24 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 
 
-def add_parser(subparsers: Any) -> None:
-    """Adds the subcommand."""
-    from breakgraph.server.load import Load
-
-    parser = subparsers.add_parser(
-        "load",
-        help="send load to a running server",
-        description="Send load to a running server and print latencies, throughput and how many steps ran as graphs. "
-        "Exit code 0: every request was answered, 1: some were not.",
-        allow_abbrev=False,
-    )
-    for field in dataclasses.fields(Load):
-        options.add_flag(parser, field, field.default)
-    parser.add_argument("--api-key", help=f"what the server wants as bearer token (or set {KEY_VARIABLE})")
-    parser.add_argument("--out", metavar="FILE", help="also write a result file; on the server's machine only")
-    parser.add_argument("--json", action="store_true", help="print one JSON object: the load and its summary")
-
-
 def run(args: argparse.Namespace) -> int:
-    """Prints the summary."""
+    """Prints the summary. `args` has what was given, and Load's defaults stand for the rest."""
     import asyncio
 
     if find_spec("httpx") is None:
-        raise ConfigError("load needs httpx; run: pip install 'breakgraph[server]'")
+        raise ConfigError("bench serve --url needs httpx; run: pip install 'breakgraph[server]'")
     from breakgraph.server.drive import run_load
     from breakgraph.server.load import Load
 
-    load = Load(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Load)})
-    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    given = vars(args)
+    load = Load(**{field.name: given[field.name] for field in dataclasses.fields(Load) if field.name in given})
+    key = given.get("api_key") or os.environ.get(KEY_VARIABLE) or None
     if args.out is None:
         found = asyncio.run(run_load(load, key))
     else:
         check_is_here(load.url)
         found = asyncio.run(run_load(load, key, check_device_is_here))
-    print(json.dumps({"load": dataclasses.asdict(load), **found}) if args.json else render(found))
+    print(json.dumps({"load": dataclasses.asdict(load), **found}) if "json" in given else render(found))
     if args.out is not None:
         from breakgraph.bench.result import write_result
 
@@ -72,7 +55,7 @@ def check_is_here(url: str) -> None:
         is_loopback = False
     if not is_loopback:
         raise ConfigError(
-            f"--out records this machine's device, and {url} is not on it; run load on the server's machine with "
+            f"--out records this machine's device, and {url} is not on it; run this on the server's machine with "
             "--url http://127.0.0.1:PORT, or use --json"
         )
 
@@ -84,7 +67,7 @@ def check_device_is_here(device: str) -> None:
     asked = torch.device(device)
     if asked.type != "cpu" and (asked.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"--out records the device, and the server's {device} cannot be seen from here; run load where the server "
+            f"--out records the device, and the server's {device} cannot be seen from here; run this where the server "
             "runs, with its torch and its CUDA_VISIBLE_DEVICES, or use --json"
         )
 
@@ -109,7 +92,8 @@ def as_result(load: Any, found: dict[str, Any]) -> Result:
         if use["hit_rate"] is not None:
             metrics[f"{phase}_graph_hit_rate"] = metric(100 * use["hit_rate"], "percent")
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in asked.items() if value is not None)
-    run, where, versions = here(f"breakgraph load {flags} --seed {load.seed}", found["device"])
+    command = f"breakgraph bench serve --url {shlex.quote(load.url)} {flags} --seed {load.seed}"
+    run, where, versions = here(command, found["device"])
     return Result(
         run=run,
         where=where,
