@@ -7,6 +7,8 @@ A subcommand is a module of this package that imports only the standard library 
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -19,6 +21,8 @@ COMMANDS = ("bench", "capture", "demo", "env", "generate", "report", "serve", "v
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
+EXIT_PIPE_CLOSED = 141
+"""As shells report the signal that others end by."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -34,14 +38,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 when breakgraph refuses, 130 when interrupted.
+    """Run one command and return its exit code: 2 when breakgraph refuses, 130 when interrupted, 141 when whoever read
+    the output (``head``, say) has gone.
 
     Args:
         argv: arguments without the program name; None reads the process's own.
     """
     args = build_parser().parse_args(argv)
     try:
-        return int(_command(args.command).run(args))
+        code = int(_command(args.command).run(args))
+        sys.stdout.flush()
+        return code
     except BreakgraphError as error:
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"breakgraph: {message}", file=sys.stderr)
@@ -49,6 +56,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if not _reader_has_gone():
+            raise
+        return EXIT_PIPE_CLOSED
+
+
+def _reader_has_gone() -> bool:
+    """Whether the output is a pipe that nobody reads. What is left of it then goes nowhere, at exit too."""
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 def _command(name: str) -> ModuleType:
