@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from breakgraph.backends import backend_class
@@ -20,20 +21,20 @@ REPLAYS = 4
 """Enough for a plan to know the host time of its steps."""
 
 
-def measure(setting: Setting) -> list[Row]:
+def measure(setting: Setting) -> Iterator[Row]:
     """Rows `capture` (all of an arm), `bucket`, and `step` (of the largest bucket of each phase)."""
-    config, rows = setting.config, []
+    config = setting.config
     assert isinstance(config, CaptureBench)
     if config.compare:
-        return measure_comparison(setting)
+        yield from measure_comparison(setting)
+        return
     for fusion in config.fusion:
         for attention in config.attention:
             for backend in config.backends:
                 if not backend_class(backend).captures:
                     setting.leave_out(backend, "it captures nothing")
                     continue
-                rows += _arm(setting, config, backend, fusion, attention)
-    return rows
+                yield from _arm(setting, config, backend, fusion, attention)
 
 
 def _arm(setting: Setting, config: CaptureBench, backend: str, fusion: str, attention: str) -> list[Row]:

@@ -76,9 +76,9 @@ class _Built:
         return {"backend": self.arm.backend, "fusion": self.arm.fusion, "attention": self.attention}
 
 
-def measure_comparison(setting: Setting) -> list[Row]:
+def measure_comparison(setting: Setting) -> Iterator[Row]:
     """Rows `build`, one an arm, and `replay`, one an arm and bucket. Each arm compiles from an empty cache."""
-    config, rows = setting.config, []
+    config = setting.config
     assert isinstance(config, CaptureBench)
     top = config.prefill_buckets[-1] if config.prefill_buckets else config.max_num_batched_tokens or TOP
     setting.check_length(top)
@@ -86,9 +86,8 @@ def measure_comparison(setting: Setting) -> list[Row]:
         expected: dict[int, torch.Tensor] = {}
         for fusion in dict.fromkeys(arm.fusion for arm in ARMS):
             arms = [arm for arm in ARMS if arm.fusion == fusion]
-            rows += _of_one_model(setting, config, top, attention, arms, expected)
+            yield from _of_one_model(setting, config, top, attention, arms, expected)
             give_memory_back()
-    return rows
 
 
 def _of_one_model(
@@ -98,9 +97,8 @@ def _of_one_model(
     attention: str,
     arms: Sequence[Arm],
     expected: dict[int, torch.Tensor],
-) -> list[Row]:
+) -> Iterator[Row]:
     """Of arms that share a model; their replays take turns. `expected` are eager's logits, by tokens."""
-    rows = []
     with ExitStack() as owned:
         model = load(setting, arms[0].fusion)
         kv = random_kv(setting, model, num_blocks([top]) + _SLOTS)
@@ -113,11 +111,10 @@ def _of_one_model(
             made = _build(setting, config, top, model, attending, arm, owned)
             if made is not None:
                 built.append(made)
-                rows.append(_build_row(setting, made))
+                yield _build_row(setting, made)
         for size in _shown(built[0].runner.spec.ladder) if built else ():
             batch = prefill_batch(size, 1, model.vocab_size, case_seed(config, (size,)))
-            rows += _replay_rows(setting, built, batch, expected)
-    return rows
+            yield from _replay_rows(setting, built, batch, expected)
 
 
 def _shown(ladder: Sequence[int]) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from breakgraph.attention import AttentionBackend
 from breakgraph.backends import Backend
 from breakgraph.bench.arms import (
@@ -22,7 +24,7 @@ from breakgraph.runners import decode_runner_class, decode_spec
 from breakgraph.runners.base import Forward, Runner
 
 
-def measure(setting: Setting) -> list[Row]:
+def measure(setting: Setting) -> Iterator[Row]:
     """Rows `decode`, one a step and backend. `bytes_floor`: weights and KV cache at the rate of a copy."""
     config = setting.config
     assert isinstance(config, DecodeBench)
@@ -36,16 +38,15 @@ def measure(setting: Setting) -> list[Row]:
     def make(backend: Backend, forward: Forward, attention: AttentionBackend) -> Runner:
         return decode_runner_class(backend)(spec, backend, forward, attention, setting.device)
 
-    rows = []
     for fusion in config.fusion:
-        rows += _fusion_rows(setting, config, fusion, blocks, make)
+        yield from _fusion_rows(setting, config, fusion, blocks, make)
         give_memory_back()
-    return rows
 
 
-def _fusion_rows(setting: Setting, config: DecodeBench, fusion: str, blocks: int, make: MakeRunner) -> list[Row]:
+def _fusion_rows(
+    setting: Setting, config: DecodeBench, fusion: str, blocks: int, make: MakeRunner
+) -> Iterator[Row]:  # fmt: skip
     """Of one model, which is gone afterwards: there may be no room for two."""
-    rows = []
     model = load(setting, fusion)
     kv = random_kv(setting, model, blocks)
     for attention in config.attention:
@@ -58,8 +59,7 @@ def _fusion_rows(setting: Setting, config: DecodeBench, fusion: str, blocks: int
                     metrics = group.compare(batch, work, config.rounds)
                     for values in metrics.values():
                         values |= _against_bytes(setting, work, values)
-                    rows += case_rows(group, "decode", {"requests": requests, "context": context}, fusion, metrics)
-    return rows
+                    yield from case_rows(group, "decode", {"requests": requests, "context": context}, fusion, metrics)
 
 
 def _against_bytes(setting: Setting, work: Work, metrics: dict[str, Metric]) -> dict[str, Metric]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from breakgraph.attention import AttentionBackend
 from breakgraph.backends import Backend
 from breakgraph.bench.arms import (
@@ -22,7 +24,7 @@ from breakgraph.runners import prefill_runner_class, prefill_spec
 from breakgraph.runners.base import Forward, Runner
 
 
-def measure(setting: Setting) -> list[Row]:
+def measure(setting: Setting) -> Iterator[Row]:
     """Rows `prefill`, one a step and backend. Full graphs have as many request slots as the most requests asked for."""
     config = setting.config
     assert isinstance(config, PrefillBench)
@@ -44,16 +46,15 @@ def measure(setting: Setting) -> list[Row]:
         spec = prefill_spec(**common, buckets=buckets, request_slots=slots if has_slots else None)
         return prefill_runner_class(backend)(spec, backend, forward, attention, setting.device)
 
-    rows = []
     for fusion in config.fusion:
-        rows += _fusion_rows(setting, config, fusion, blocks, make)
+        yield from _fusion_rows(setting, config, fusion, blocks, make)
         give_memory_back()
-    return rows
 
 
-def _fusion_rows(setting: Setting, config: PrefillBench, fusion: str, blocks: int, make: MakeRunner) -> list[Row]:
+def _fusion_rows(
+    setting: Setting, config: PrefillBench, fusion: str, blocks: int, make: MakeRunner
+) -> Iterator[Row]:  # fmt: skip
     """Of one model, which is gone afterwards: there may be no room for two."""
-    rows = []
     model = load(setting, fusion)
     kv = random_kv(setting, model, blocks)
     for attention in config.attention:
@@ -65,5 +66,4 @@ def _fusion_rows(setting: Setting, config: PrefillBench, fusion: str, blocks: in
                     lens = even_lens(tokens, requests)
                     work = step_work(model, lens, lens)
                     metrics = group.compare(batch, work, prefill_rounds(tokens, config.rounds))
-                    rows += case_rows(group, "prefill", {"tokens": tokens, "requests": requests}, fusion, metrics)
-    return rows
+                    yield from case_rows(group, "prefill", {"tokens": tokens, "requests": requests}, fusion, metrics)

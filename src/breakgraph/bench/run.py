@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 
 import torch
@@ -17,6 +17,7 @@ from breakgraph.engine.config import Hardware
 from breakgraph.errors import ConfigError
 from breakgraph.models import resolve_model
 
+INTERRUPTED = "interrupted: only what was measured until then"
 _CASE = ("tokens", "requests", "context")
 _TURNS = "backends take turns, the GPU rests behind each step for as long as it took; medians"
 _NOTES = {
@@ -40,6 +41,14 @@ _EXCLUDED = {
 }
 
 
+class BenchInterrupted(KeyboardInterrupt):
+    """Ctrl-C, with what was measured before it."""
+
+    def __init__(self, result: Result) -> None:
+        super().__init__()
+        self.result = result
+
+
 def run_bench(config: BenchConfig, command: str, tell: Callable[[str], None] = print) -> Result:
     """Measures what `config` asks for.
 
@@ -51,6 +60,7 @@ def run_bench(config: BenchConfig, command: str, tell: Callable[[str], None] = p
 
     Raises:
         ConfigError: the model or the device cannot be had, or nothing of what was asked for could run.
+        BenchInterrupted: Ctrl-C after the first row.
     """
     device = Hardware.detect(config.device).device
     about = "compare" if isinstance(config, CaptureBench) and config.compare else config.kind
@@ -69,27 +79,43 @@ def run_bench(config: BenchConfig, command: str, tell: Callable[[str], None] = p
         for row in rows:
             tell(describe(row))
     setting = Setting(dataclasses.replace(config, device=str(device)), source, device, dtype, ceilings, tell)
-    measured: list[Row] = import_module(f"breakgraph.bench.{config.kind}").measure(setting)
+    measured: list[Row] = []
+
+    def result(*notes: str) -> Result:
+        return Result(
+            run=run,
+            where=where,
+            versions=versions,
+            shape=Shape(model=source.name, dtype=name),
+            rows=(*rows, *with_ratios(measured)),
+            notes=("random weights", _NOTES[about], *peer_notes(config.chosen_peers), *setting.not_run, *notes),
+            excluded=_EXCLUDED[config.kind],
+        )
+
+    try:
+        for row in _measured(setting):
+            measured.append(row)
+    except KeyboardInterrupt:
+        if measured:
+            raise BenchInterrupted(result(INTERRUPTED)) from None
+        raise
+    if not measured:
+        raise ConfigError("nothing of what was asked for could run: " + "; ".join(setting.not_run))
+    return result()
+
+
+def _measured(setting: Setting) -> Iterator[Row]:
+    """Ours, then those of peers."""
+    yield from import_module(f"breakgraph.bench.{setting.config.kind}").measure(setting)
     give_memory_back()  # peers need it
-    for peer in config.chosen_peers:
+    for peer in setting.config.chosen_peers:
         answer = run_peer(peer, setting)
         if isinstance(answer, str):
             setting.leave_out(peer, answer)
             continue
-        measured += answer
         for row in answer:
-            tell(describe(row))
-    if not measured:
-        raise ConfigError("nothing of what was asked for could run: " + "; ".join(setting.not_run))
-    return Result(
-        run=run,
-        where=where,
-        versions=versions,
-        shape=Shape(model=source.name, dtype=name),
-        rows=(*rows, *with_ratios(measured)),
-        notes=("random weights", _NOTES[about], *peer_notes(config.chosen_peers), *setting.not_run),
-        excluded=_EXCLUDED[config.kind],
-    )
+            setting.tell(describe(row))
+        yield from answer
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from breakgraph.backends import backend_class
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from breakgraph.models import HFModel
 
 
-def measure(setting: Setting) -> list[Row]:
+def measure(setting: Setting) -> Iterator[Row]:
     """Rows `serve`, one a backend. The prefix cache is off; the first round is not counted."""
-    config, rows = setting.config, []
+    config = setting.config
     assert isinstance(config, ServeBench)
     if setting.ceilings is not None:
-        rows.append(_roofline_row(setting, config, setting.ceilings))
-        setting.tell(describe(rows[-1]))
+        row = _roofline_row(setting, config, setting.ceilings)
+        setting.tell(describe(row))
+        yield row
     for fusion in config.fusion:
         for attention in config.attention:
             for backend in config.backends:
@@ -37,11 +38,11 @@ def measure(setting: Setting) -> list[Row]:
                 if llm is None:
                     continue
                 with llm:
-                    rows.append(_arm(setting, config, llm, {"backend": backend, "fusion": fusion}))
-                setting.tell(describe(rows[-1]))
+                    row = _arm(setting, config, llm, {"backend": backend, "fusion": fusion})
+                setting.tell(describe(row))
+                yield row
                 del llm
                 give_memory_back()
-    return rows
 
 
 def open_llm(

@@ -52,10 +52,14 @@ def run(args: argparse.Namespace) -> int:
     given, config_class = vars(args), KINDS[args.kind]
     config = config_class(**{f.name: given[f.name] for f in dataclasses.fields(config_class) if f.name in given})
     from breakgraph.bench.result import to_json, write_result
-    from breakgraph.bench.run import run_bench
+    from breakgraph.bench.run import BenchInterrupted, run_bench
     from breakgraph.report import render
 
-    result = run_bench(config, command_of(config), tell=_tell)
+    stopped = None
+    try:
+        result = run_bench(config, command_of(config), tell=_tell)
+    except BenchInterrupted as interrupted:
+        result, stopped = interrupted.result, interrupted
     if args.out:
         write_result(args.out, result)
     print(f"\n{render([result], 'terminal')}")
@@ -63,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     for line in different:
         print(line)
     print(json.dumps(json.loads(to_json(result)), ensure_ascii=False), flush=True)
+    if stopped is not None:
+        raise stopped
     return EXIT_DIFFERENT if different else 0
 
 

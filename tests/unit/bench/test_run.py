@@ -101,7 +101,7 @@ def test_a_comparison_builds_and_replays_each_way(
     ways = tuple(arm for arm in comparison.ARMS if arm.backend != "tc_piecewise_inductor")
     monkeypatch.setattr(comparison, "ARMS", ways)
     config = CaptureBench(model=tiny_folder, device="cpu", compare=True, prefill_buckets=(4, 16), max_num_seqs=2)
-    rows = measure_capture(make_setting(config, ceilings))
+    rows = list(measure_capture(make_setting(config, ceilings)))
     built = {(row.params["backend"], row.params["fusion"]): row.metrics for row in rows if row.name == "build"}
     replayed = {(row.params["backend"], row.params["fusion"]): row.metrics for row in rows if row.name == "replay"}
     unfused = [("eager", "none"), ("tc_piecewise", "none"), ("breakable", "none"), ("full", "none")]
@@ -131,7 +131,7 @@ def test_with_ceilings_every_kind_is_timed(
     """What a GPU would go through; the profiler finds no kernels here, so the busy time is made up too."""
     monkeypatch.setattr(arms, "gpu_busy_ms", lambda run, device: run() is not None and 0.5)
     config = small(kind, tiny_folder)
-    rows = import_module(f"breakgraph.bench.{config.kind}").measure(make_setting(config, TINY_CEILINGS))
+    rows = list(import_module(f"breakgraph.bench.{config.kind}").measure(make_setting(config, TINY_CEILINGS)))
     timed = [row for row in rows if row.name != "step"]
     assert timed
     assert all(row.metrics["time"].value > 0 for row in timed)
@@ -241,7 +241,7 @@ def test_logits_that_are_not_finite_prove_nothing(
     monkeypatch.setattr(HFModel, "forward", broken)
     config = small(PrefillBench, tiny_folder, tokens=(8,), requests=(1,), backends=("eager",))
     with pytest.raises(AssertionError, match="eager: logits are not finite"):
-        import_module("breakgraph.bench.prefill").measure(make_setting(config, None))
+        list(import_module("breakgraph.bench.prefill").measure(make_setting(config, None)))
 
 
 def test_a_full_graph_that_differs_is_seen(
@@ -252,7 +252,7 @@ def test_a_full_graph_that_differs_is_seen(
     config = small(PrefillBench, tiny_folder, tokens=(8,), requests=(1,))
     replay = FullBackend.replay
     monkeypatch.setattr(FullBackend, "replay", lambda self, key: 2 * replay(self, key))  # type: ignore[operator]
-    rows = import_module("breakgraph.bench.prefill").measure(make_setting(config, None))
+    rows = list(import_module("breakgraph.bench.prefill").measure(make_setting(config, None)))
     metrics = {row.params["backend"]: row.metrics for row in rows}
     assert metrics["breakable"]["equals_full"].value is False
     assert metrics["breakable"]["off_full"].value == pytest.approx(0.5, abs=1e-5)

@@ -8,7 +8,7 @@ import pytest
 
 from breakgraph.bench.config import PrefillBench, ServeBench
 from breakgraph.bench.result import Metric, Result, Row, from_json, read_result
-from breakgraph.cli import main
+from breakgraph.cli import bench, main
 from breakgraph.cli.bench import command_of, unequal
 
 SMALL = ["bench", "prefill", "--device", "cpu", "--tokens", "8", "--requests", "1", "--peers", "none"]
@@ -35,6 +35,35 @@ def test_a_refusal_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main.main(["bench", "prefill", "--tokens", "4", "--requests", "8", "--out", str(out)]) == 2
     assert "requests: expected at most 4" in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize("num_lines", [1, 3])
+def test_ctrl_c_keeps_what_was_measured(
+    num_lines: int, llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Interrupted while the second of two steps is told, or before the first one was."""
+    told: list[str] = []
+
+    def tell(line: str) -> None:
+        told.append(line)
+        if sum(line.startswith("prefill ") for line in told) == num_lines:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "_tell", tell)
+    out = tmp_path / "result.json"
+    argv = [*SMALL, "--tokens", "8,16", "--backends", "eager,breakable", "--model", str(llama_folder)]
+    assert main.main([*argv, "--out", str(out)]) == 130
+    printed = capsys.readouterr()
+    assert printed.err.rstrip() == "interrupted"
+    if num_lines == 1:
+        assert not printed.out
+        assert not out.exists()
+        return
+    written = read_result(out)
+    assert from_json(printed.out.splitlines()[-1]) == written
+    assert [row.params["tokens"] for row in written.rows] == [8, 8]
+    assert written.notes[-1] == "interrupted: only what was measured until then"
 
 
 @pytest.mark.parametrize("argv", [["bench"], ["bench", "train"], ["bench", "decode", "--tokens", "8"]])
