@@ -5,6 +5,7 @@ Warnings are errors through `filterwarnings` in pyproject.toml.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -22,7 +23,21 @@ if not torch.cuda.is_available():
 hypothesis.settings.register_profile("breakgraph", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("breakgraph")
 
+_NUM_OBJECTS_WALKED = 50_000
 _DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> None:
+    """Every capture collects garbage: what was imported by now need not be walked each time."""
+    gc.collect()
+    if len(gc.get_objects()) > _NUM_OBJECTS_WALKED:
+        gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """At the interpreter's end libraries tell of frozen objects as leaks."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", params=_DEVICES)

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import hypothesis
-import pytest
 import torch
 import torch._dynamo
 from hypothesis import strategies as st
 
 from footguns.checker import differences
 from footguns.programs import Program, write_program
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Every capture collects garbage; what the other tests left need not be walked each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @st.composite

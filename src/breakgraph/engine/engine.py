@@ -108,13 +108,14 @@ class Engine:
         """Captures every bucket of every runner that is not captured yet. On failure nothing of that runner is kept."""
         self._check_open()
         choosing = [runner for runner in self.runners.values() if runner.backend.chooses]
-        for runner in choosing:
-            runner.choose()  # on trial captures, for whose pool there is room as long as none is reserved
-        if choosing:
-            self.family.device.release_cached()
-        self.family.reserve(*self.memory.pool_runs, output_bytes=self.memory.output_bytes)
-        for runner in self.runners.values():
-            runner.capture(progress(runner))
+        with self.family.window():
+            for runner in choosing:
+                runner.choose()  # on trial captures, for whose pool there is room as long as none is reserved
+            if choosing:
+                self.family.device.release_cached()
+            self.family.reserve(*self.memory.pool_runs, output_bytes=self.memory.output_bytes)
+            for runner in self.runners.values():
+                runner.capture(progress(runner))
         self.family.device.release_cached()  # warm-ups run beside the pool, and what they took is not needed again
         if self.config.verify == "startup":
             summary = self.verify()

@@ -174,7 +174,7 @@ class PlanFamily:
                 builder = self._build(captured, breaks, places, constants)
             cost = self._cost(builder, *before, started, compile_sec)
             steps, pins = builder.hand_over()
-            fingerprint = Fingerprint(pins, self._index, own, version, token)
+            fingerprint = Fingerprint(fn, pins, self._index, own, version, token)
             plan = Plan(self, label, steps, pins, places, mode, outputs, cost, notes, fingerprint)
             if self.ranks is not None:
                 self.ranks.check_structure(plan)

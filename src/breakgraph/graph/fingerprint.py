@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import getitem, is_, itemgetter
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import torch
 
 from breakgraph.errors import StalePlanError
 from breakgraph.graph.eager_break import is_break
+from breakgraph.graph.heap import all_modules
 from breakgraph.graph.side_effects import Attribute
 from breakgraph.graph.tree import describe, tree_leaves
 
@@ -54,18 +54,18 @@ class ModuleIndex:
         """Forget everything: storages are gone, or will be."""
         self._known, self._slots, self._chains = set(), {}, {}
 
-    def slots_of(self, storages: set[int]) -> list[Slot]:
-        """Where modules hold tensors in ``storages``."""
+    def slots_of(self, storages: set[int], fn: object) -> list[Slot]:
+        """Where modules hold tensors in ``storages``, which ``fn`` read."""
         if not storages <= self._known:
-            self._search(storages)
+            self._search(storages, fn)
         return [slot for storage in storages for slot in self._slots.get(storage, ())]
 
     def chain(self, owner: torch.nn.Module) -> list[torch.nn.Module]:
         """The modules around one that was found, outermost first, and itself."""
         return self._chains[id(owner)]
 
-    def _search(self, storages: set[int]) -> None:
-        modules, self._known, self._slots = _all_modules(), self._known | storages, {}
+    def _search(self, storages: set[int], fn: object) -> None:
+        modules, self._known, self._slots = all_modules(fn), self._known | storages, {}
         for module in modules:
             for storage, slot in _slots_on(module, self._known):
                 self._slots.setdefault(storage, []).append(slot)
@@ -118,6 +118,7 @@ class Fingerprint:
     the tensor that it was captured with.
 
     Args:
+        fn: What was captured.
         pins: Storages outside the pool that the plan reads.
         index: Finds the modules that hold them.
         own: Attributes that the function was seen to set. None: nobody looked, and it may be any.
@@ -127,6 +128,7 @@ class Fingerprint:
 
     def __init__(
         self,
+        fn: object,
         pins: Iterable[torch.UntypedStorage],
         index: ModuleIndex,
         own: Collection[Attribute] | None = None,
@@ -135,7 +137,7 @@ class Fingerprint:
     ) -> None:
         self._version = version
         self._token = token
-        slots = index.slots_of({pin._cdata for pin in pins})
+        slots = index.slots_of({pin._cdata for pin in pins}, fn)
         self._slots = [slot for slot in slots if not _is_own(slot, own)]
         self._tables = [slot.table for slot in self._slots]
         self._names = [slot.name for slot in self._slots]
@@ -173,7 +175,7 @@ class Fingerprint:
         return _lie_at(self._tensors, self._addresses, self._indices)
 
     def _difference(self) -> str:
-        parents = _parents(_all_modules())
+        parents = _parents(all_modules())
         for slot, look, address in zip(self._slots, self._looks, self._addresses, strict=True):
             now = slot.table.get(slot.name)
             if not isinstance(now, torch.Tensor) or now.data_ptr() != address:
@@ -188,17 +190,6 @@ class Fingerprint:
 def _is_own(slot: Slot, own: Collection[Attribute] | None) -> bool:
     is_plain = slot.table is slot.owner.__dict__
     return is_plain and (own is None or Attribute(slot.owner, slot.name) in own)
-
-
-def _all_modules() -> list[torch.nn.Module]:
-    types: set[type] = set()
-    waiting: list[type] = [torch.nn.Module]
-    while waiting:
-        kind = waiting.pop()
-        if kind not in types:
-            types.add(kind)
-            waiting += kind.__subclasses__()
-    return [item for item in gc.get_objects() if type(item) in types]
 
 
 def _parents(modules: Iterable[torch.nn.Module]) -> dict[int, tuple[torch.nn.Module, str]]:

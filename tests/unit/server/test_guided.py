@@ -23,6 +23,7 @@ from breakgraph.errors import ConfigError
 from breakgraph.server import deadline
 from tiny_models import save_tiny_model
 from unit.engine.byte_tokenizer import ascii_tokenizer
+from unit.engine.test_guided_process import HASTY, PATIENT
 from unit.server.conftest import MODEL, SIZES, RunningServer, running
 from unit.server.gate import wait_until
 from unit.server.test_malformed import check_error
@@ -196,7 +197,7 @@ def test_compiling_and_answering_have_one_deadline(
     server.assert_idle()
 
 
-EXPLODES: list[tuple[dict[str, Any], str, str]] = [
+EXPLODES: list[tuple[dict[str, Any], str, GuideLimits, str]] = [
     (
         {
             "response_format": {
@@ -212,41 +213,46 @@ EXPLODES: list[tuple[dict[str, Any], str, str]] = [
             }
         },
         "response_format",
+        HASTY,
         "the JSON schema takes more than 1 s of computing to compile; make it smaller",
     ),
     (
         {"guided_regex": "a?" * 20_000},
         "guided_regex",
+        PATIENT,
         "the regex takes more than 192 MiB of memory, or more than xgrammar can to compile; make it smaller",
     ),
     (
         {"guided_regex": "((a{0,1000}){0,1000}){0,1000}"},
         "guided_regex",
+        PATIENT,
         "more than 0.5 s of computing for one token, or more than 192 MiB of memory; write it without nested",
     ),
 ]
 
 
 @pytest.fixture(scope="module")
-def limited(server: RunningServer) -> Iterator[GuideProcesses]:
+def limited(server: RunningServer) -> Iterator[dict[GuideLimits, GuideProcesses]]:
     """Grammars with limits that tests can wait for."""
-    limits = GuideLimits(compile_sec=1.0, token_sec=0.5, memory_bytes=192 << 20)
-    grammars = GuideProcesses(server.service.engine.tokenizer, 96, [95], limits)
+    tokenizer = server.service.engine.tokenizer
+    grammars = {limits: GuideProcesses(tokenizer, 96, [95], limits) for limits in (HASTY, PATIENT)}
     yield grammars
-    grammars.close()
+    for each in grammars.values():
+        each.close()
 
 
-@pytest.mark.parametrize(("form", "param", "message"), EXPLODES, ids=["time", "memory", "later"])
+@pytest.mark.parametrize(("form", "param", "limits", "message"), EXPLODES, ids=["time", "memory", "later"])
 def test_a_form_that_explodes_is_refused_and_nobody_waits_for_it(
     server: RunningServer,
-    limited: GuideProcesses,
+    limited: dict[GuideLimits, GuideProcesses],
     http: httpx.Client,
     monkeypatch: pytest.MonkeyPatch,
     form: dict[str, Any],
     param: str,
+    limits: GuideLimits,
     message: str,
 ) -> None:
-    monkeypatch.setattr(server.service.engine, "grammars", limited)
+    monkeypatch.setattr(server.service.engine, "grammars", limited[limits])
     free = {"model": MODEL, "prompt": "a", "max_tokens": 9, "temperature": 0}
     guided = free | {"max_tokens": 100}
     expected = http.post(COMPLETION, json=free).json()["choices"]
@@ -265,9 +271,12 @@ def test_a_form_that_explodes_is_refused_and_nobody_waits_for_it(
 
 
 def test_a_stream_whose_form_explodes_ends_with_the_error(
-    server: RunningServer, limited: GuideProcesses, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    server: RunningServer,
+    limited: dict[GuideLimits, GuideProcesses],
+    http: httpx.Client,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server.service.engine, "grammars", limited)
+    monkeypatch.setattr(server.service.engine, "grammars", limited[PATIENT])
     body = {"model": MODEL, "prompt": "a", "max_tokens": 100, "temperature": 0, "stream": True}
     response = http.post(COMPLETION, json=body | EXPLODES[2][0])
     *parts, last = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line]
