@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 import torch
 
-from breakgraph.graph import Plan, PlanFamily
+from breakgraph.graph import Plan, PlanFamily, heap
 
 if not torch.cuda.is_available():
     # Read when triton is first imported: without a GPU its kernels run in the interpreter.
@@ -23,7 +23,6 @@ if not torch.cuda.is_available():
 hypothesis.settings.register_profile("breakgraph", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("breakgraph")
 
-_NUM_OBJECTS_WALKED = 50_000
 _DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
@@ -31,8 +30,9 @@ _DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 def _quick_collections() -> None:
     """Every capture collects garbage: what was imported by now need not be walked each time."""
     gc.collect()
-    if len(gc.get_objects()) > _NUM_OBJECTS_WALKED:
-        gc.freeze()
+    modules = heap.all_modules()
+    gc.freeze()
+    heap.remember(modules)
 
 
 def pytest_sessionfinish() -> None:

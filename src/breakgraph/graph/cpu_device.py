@@ -51,11 +51,27 @@ class CpuSegment(Segment):
         self.retire()
 
 
+class _CpuGuard(HostReadGuard):
+    """Besides, leaves out a check of values that `one_hot` makes on a CPU and not on a GPU: it would be a host read."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.enabled and func is torch.nn.functional.one_hot:
+            index, num_classes = _one_hot_arguments(*args, **(kwargs or {}))
+            if num_classes >= 0 and not is_host(index):
+                made = torch.zeros((*index.shape, num_classes), dtype=torch.int64, device=index.device)
+                return made.scatter_(-1, index.unsqueeze(-1), 1)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _one_hot_arguments(tensor: torch.Tensor, num_classes: int = -1) -> tuple[torch.Tensor, int]:
+    return tensor, num_classes
+
+
 def _host_guard(
     report: Callable[[Fault], AbstractContextManager[None]],
     tag: Callable[[torch.Tensor], None] | None = tag_host,
 ) -> HostReadGuard:
-    return HostReadGuard(lambda t: not is_host(t), tag, report)
+    return _CpuGuard(lambda t: not is_host(t), tag, report)
 
 
 class CpuCapture(CaptureSession):

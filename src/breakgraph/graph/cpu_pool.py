@@ -177,11 +177,8 @@ class CpuPool(Pool):
             return None
         start, item = address - arena.address, tensor.element_size()
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        if extent == tensor.numel() and _is_dense(tensor):
-            return Span(arena, start, start + extent * item, None)
-        written = torch.frombuffer(arena.written, dtype=torch.uint8)
-        size, stride = (*tensor.shape, item), (*(s * item for s in tensor.stride()), 1)
-        return Span(arena, start, start + extent * item, written.as_strided(size, stride, start))
+        is_run = extent == tensor.numel() and _is_dense(tensor)
+        return Span(arena, start, start + extent * item, None if is_run else _marks(arena, tensor))
 
     @staticmethod
     def mark_written(span: Span, written: int = 1) -> None:
@@ -197,6 +194,14 @@ class CpuPool(Pool):
         if span.rows is not None:
             return bool(span.rows.all())
         return span.arena.written.find(0, span.start, span.end) < 0
+
+    def move_marks(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """After a copy: an element of ``target`` counts as written where that of ``source``, of its shape, does. Both
+        lie in the pool."""
+        arenas = [self._arena(tensor.data_ptr()) for tensor in (target, source)]
+        assert None not in arenas, "only marks of this pool can be moved"
+        marks, given = (_marks(arena, tensor) for arena, tensor in zip(arenas, (target, source), strict=True) if arena)
+        marks.copy_(given.amin(-1, keepdim=True).expand(marks.shape))
 
     def check_written(self, span: Span, reader: object) -> None:
         """Raises UnwrittenReadError when ``reader`` would see bytes that this replay has not written."""
@@ -241,6 +246,14 @@ class CpuPool(Pool):
         self._live.clear()
         self._live_bytes = 0
         self._views.clear()
+
+
+def _marks(arena: _Arena, tensor: torch.Tensor) -> torch.Tensor:
+    """The written map of a tensor's bytes, [*shape, bytes of an element]."""
+    item = tensor.element_size()
+    size, stride = (*tensor.shape, item), (*(s * item for s in tensor.stride()), 1)
+    written = torch.frombuffer(arena.written, dtype=torch.uint8)
+    return written.as_strided(size, stride, tensor.data_ptr() - arena.address)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -56,18 +56,37 @@ class TapeEntry:
 
     def run(self, pool: CpuPool) -> None:
         """Run the operator on the recorded addresses."""
-        for span in self.reads:
-            pool.check_written(span, self.func)
+        is_whole = all(map(pool.is_written, self.reads))
+        if not (is_whole or self._moves_within(pool)):
+            for span in self.reads:
+                pool.check_written(span, self.func)
         produced = tensors_in(self.func(*self.args, **self.kwargs))
+        left_out: list[torch.Tensor] = []
         for target, value in zip(self.results, produced, strict=False):
-            if target is not None:
-                if target.shape != value.shape:
-                    raise UncapturableOpError(
-                        f"{self.func} recorded a result of shape {list(target.shape)} and produced {list(value.shape)}"
-                    )
+            if target is None:
+                continue
+            if target.shape == value.shape:
                 target.copy_(value)
+            elif value.numel() == 0 or target.numel() == 0:  # for a backward pass; not every device makes it
+                left_out.append(target)
+            else:
+                raise UncapturableOpError(
+                    f"{self.func} recorded a result of shape {list(target.shape)} and produced {list(value.shape)}"
+                )
         for span in self.writes:
             pool.mark_written(span)
+        for span in filter(None, map(pool.span, left_out)):
+            pool.mark_written(span, 0)
+        if not is_whole:
+            pool.move_marks(*self.args[:2])
+
+    def _moves_within(self, pool: CpuPool) -> bool:
+        """Whether it copies from pool to pool, and its result may be as incomplete as its source: a circular padding
+        copies borders before it fills them."""
+        if self.func is not torch.ops.aten.copy_.default:
+            return False
+        target, source = self.args[:2]
+        return target.shape == source.shape and pool.owns(target.data_ptr()) and pool.owns(source.data_ptr())
 
 
 @dataclass(slots=True)
@@ -280,9 +299,10 @@ class CpuRecorder(TorchDispatchMode):
         bits = (tensor.is_conj(), tensor.is_neg())
         key = (storage._cdata, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), bits)
         if key not in self._aliases:
-            bare = torch.empty(0, dtype=tensor.dtype)
-            bare.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-            self._aliases[key] = with_bits_of(tensor, bare)
+            with torch.inference_mode(False):  # the tape is run under the plan's mode, whatever was entered here
+                bare = torch.empty(0, dtype=tensor.dtype)
+                bare.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+                self._aliases[key] = with_bits_of(tensor, bare)
         return self._aliases[key]
 
 

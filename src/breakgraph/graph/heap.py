@@ -14,12 +14,13 @@ import torch
 
 
 class _Mark:
-    """Made when the heap was walked. While the collector shows it, nothing was frozen since."""
+    """Made when it was found out what is frozen. While the collector shows it, nothing was frozen since."""
 
 
 _NUM_AT_ONCE = 4096
 _mark: _Mark | None = None
-_frozen: list[weakref.ref[torch.nn.Module]] = []
+_frozen: list[weakref.ref[torch.nn.Module]] | None = None
+"""None: nothing is."""
 
 
 def all_modules(fn: object = None) -> list[torch.nn.Module]:
@@ -35,38 +36,38 @@ def all_modules(fn: object = None) -> list[torch.nn.Module]:
     objects = gc.get_objects()
     found = _of_types(objects, kinds | {_Mark})
     modules = [item for item in found if item is not _mark]
-    if not gc.get_freeze_count():
-        return modules
     if len(modules) == len(found):
-        _remember(_of_types(_walk([sys.modules, *objects]), kinds))
+        remember(_of_types(_walk([sys.modules, *objects]), kinds) if gc.get_freeze_count() else None)
+    if _frozen is None:
+        return modules
     remembered = [module for reference in _frozen if (module := reference()) is not None]
-    used = _of_types(_walk([fn], _namespaces()), kinds)
+    used = _of_types(_walk([fn], _namespaces(), skipped=(type, types.ModuleType)), kinds)
     return list({id(module): module for module in modules + remembered + used}.values())
 
 
-def _remember(modules: Iterable[torch.nn.Module]) -> None:
+def remember(frozen: Iterable[torch.nn.Module] | None) -> None:
+    """All modules that are frozen, from somebody who knows: until more is, none need be looked for."""
     global _mark, _frozen
-    _frozen = [weakref.ref(module) for module in modules]
+    _frozen = None if frozen is None else [weakref.ref(module) for module in frozen]
     _mark = _Mark()
 
 
-def _walk(roots: Sequence[Any], without: Collection[int] = ()) -> list[Any]:
-    """``roots`` and what can be reached from them, but not through objects of these identities."""
+def _walk(roots: Sequence[Any], without: Collection[int] = (), skipped: tuple[type, ...] = ()) -> list[Any]:
+    """``roots`` and what can be reached from them, but not through objects of these identities and types."""
     seen, found, wave = {*without, *map(id, roots)}, list(roots), list(roots)
     while wave:
         batches = (wave[start : start + _NUM_AT_ONCE] for start in range(0, len(wave), _NUM_AT_ONCE))
         referents = [item for batch in batches for item in gc.get_referents(*batch)]
         fresh = {id(item): item for item in compress(referents, map(gc.is_tracked, referents)) if id(item) not in seen}
         seen |= fresh.keys()
-        wave = list(fresh.values())
+        wave = [item for item in fresh.values() if not isinstance(item, skipped)]
         found += wave
     return found
 
 
 def _namespaces() -> set[int]:
-    """What every function leads to, and a walk from one function need not enter."""
-    modules = list(sys.modules.values())
-    return {id(item) for item in modules} | {id(vars(item)) for item in modules if isinstance(item, types.ModuleType)}
+    """Of imported modules: every function leads there, and a walk from one function need not enter."""
+    return {id(vars(item)) for item in list(sys.modules.values()) if isinstance(item, types.ModuleType)}
 
 
 def _module_types() -> set[type]:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from breakgraph.errors import UncapturableOpError
 from breakgraph.graph.effects import tensors_in
+from breakgraph.graph.fast_paths import looking_on
 
 _OWN_FOLDER = str(Path(__file__).parent)
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
@@ -84,12 +85,15 @@ def _has_bool_index(args: Sequence[Any]) -> bool:
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
 _MOVES_STORAGE = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 _TRANSFERS = {"aten::copy_", "aten::_to_copy"}
+_NESTS = {"aten::_nested_tensor_from_mask", "aten::_nested_tensor_from_mask_left_aligned"}
+"""Read the mask, and no tag says so."""
 
 
 def is_suspect(func: torch._ops.OpOverload) -> bool:
     """Whether :func:`op_fault` or :func:`cuda_transfer_fault` can find something; else neither need be asked."""
     depends_on_data = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    return func._schema.name in _INDEXING | _MOVES_STORAGE | _TRANSFERS or not depends_on_data.isdisjoint(func.tags)
+    named = _INDEXING | _MOVES_STORAGE | _TRANSFERS | _NESTS
+    return func._schema.name in named or not depends_on_data.isdisjoint(func.tags)
 
 
 def op_fault(func: torch._ops.OpOverload, args: Sequence[Any]) -> Fault | None:
@@ -101,7 +105,7 @@ def op_fault(func: torch._ops.OpOverload, args: Sequence[Any]) -> Fault | None:
         return None
     if torch.Tag.data_dependent_output in func.tags:
         return Fault(HOST_SYNC, str(func), "reads a device value on the host, which waits for the device")
-    if torch.Tag.dynamic_output_shape in func.tags:
+    if torch.Tag.dynamic_output_shape in func.tags or name in _NESTS:
         return Fault(SHAPE, str(func), "has a result whose shape depends on data")
     if name in _MOVES_STORAGE:
         return Fault(MOVE, str(func), "moves a tensor to other memory, and the graph holds the old address")
@@ -175,6 +179,16 @@ class HostReadGuard(TorchFunctionMode):
         self._tag_host = tag_host
         self._report = report
         self.enabled = False
+
+    def __enter__(self) -> HostReadGuard:
+        self._fast_paths = looking_on(HostReadGuard)
+        self._fast_paths.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._fast_paths.__exit__(None, None, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from breakgraph.errors import (
     UncapturableOpError,
     UnwrittenReadError,
 )
-from breakgraph.graph import PlanFamily
+from breakgraph.graph import PlanFamily, eager_on_graph
 from breakgraph.graph.cpu_pool import CpuPool
 
 
@@ -43,6 +44,18 @@ def test_what_is_not_wholly_written_is_refused(write: Callable[[Tensor, Tensor],
         y = torch.empty_like(x)
         write(y, x)
         return y.sum(0)
+
+    with torch.no_grad(), PlanFamily("cpu") as family, pytest.raises(UnwrittenReadError):
+        family.capture(fn)
+
+
+def test_what_a_copy_leaves_open_stays_open() -> None:
+    x = torch.randn(4)
+
+    def fn() -> Tensor:
+        half = torch.empty(8)
+        half[:4] = x
+        return torch.empty(8).copy_(half) * 2
 
     with torch.no_grad(), PlanFamily("cpu") as family, pytest.raises(UnwrittenReadError):
         family.capture(fn)
@@ -180,3 +193,44 @@ def test_every_arena_forgets_what_was_written() -> None:
         assert pool.is_written(span)
     pool.begin_replay()
     assert not any(pool.is_written(span) for span in spans if span is not None)
+
+
+@pytest.mark.parametrize("layer", [torch.nn.BatchNorm1d, torch.nn.BatchNorm2d])
+def test_what_a_cpu_leaves_out_of_a_result_is_not_missed(layer: type[torch.nn.Module]) -> None:
+    """Normalising a batch in evaluation gives its statistics as empty tensors on a CPU."""
+    norm = layer(4).eval()
+    norm.running_mean.uniform_()
+    x = torch.randn(3, 4) if layer is torch.nn.BatchNorm1d else torch.randn(2, 4, 3, 3)
+    with torch.no_grad(), PlanFamily("cpu") as family:
+        plan = family.capture(lambda: norm(x) * 2)
+        x.normal_()
+        assert torch.equal(plan.replay(), norm(x) * 2)
+
+
+def test_what_a_cpu_leaves_out_of_a_result_cannot_be_read() -> None:
+    norm, x = torch.nn.BatchNorm1d(4).eval(), torch.randn(3, 4)
+    values = norm.weight, norm.bias, norm.running_mean, norm.running_var
+
+    def fn() -> Tensor:
+        out, mean, _ = torch.ops.aten._native_batch_norm_legit_no_training(x, *values, 0.1, 1e-5)
+        return out + mean if mean.numel() else out
+
+    with torch.no_grad(), PlanFamily("cpu") as family, pytest.raises(UnwrittenReadError):
+        family.capture(fn)
+
+
+@pytest.mark.parametrize("outer", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_code_that_enters_inference_mode_around_a_break(outer: Callable[[], Any]) -> None:
+    double = eager_on_graph(lambda t: t * 2)
+    x = torch.randn(3)
+
+    def fn() -> Tensor:
+        y = x + 1
+        with torch.inference_mode():
+            z = double(y * 3) + 1
+        return z * 2
+
+    with outer(), PlanFamily("cpu") as family:
+        plan = family.capture(fn)
+        x.copy_(torch.randn(3))
+        assert torch.equal(plan.replay(), fn())
