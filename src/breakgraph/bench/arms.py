@@ -16,7 +16,7 @@ from breakgraph.attention import AttentionBackend, KVCacheBuffers, make_attentio
 from breakgraph.backends import Backend, backend_class, make_backend
 from breakgraph.bench.ceilings import Ceilings, Work
 from breakgraph.bench.config import BenchConfig
-from breakgraph.bench.profiler import gpu_busy_ms
+from breakgraph.bench.profiler import GpuProfile, KernelTime, gpu_profile
 from breakgraph.bench.result import Metric, Row, Scalar
 from breakgraph.bench.timing import Samples, back_to_back, interleaved, paired_ratio
 from breakgraph.bench.workloads import BLOCK_SIZE
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from breakgraph.runners import StepBatch
 
 EAGER, FULL = "eager", "full"
+_NUM_KERNELS = 12
+_NAME_LENGTH = 120
+"""Templates in C++ write pages."""
 
 
 @dataclass
@@ -100,6 +103,8 @@ class StepGroup:
         self.setting = setting
         self.model = model
         self.runners: dict[str, Runner] = {}
+        self.profiles: dict[str, GpuProfile] = {}
+        """By backend, of the step that was compared last."""
         self.families: list[PlanFamily] = []
         in_graph = [phase] if any(backend_class(name).records_breaks for name in setting.config.backends) else []
         attending = make_attention(
@@ -155,8 +160,9 @@ class StepGroup:
             return metrics
         samples = interleaved(runs, rounds, self.setting.device, fewer=(EAGER,))
         for name, run in runs.items():
-            busy = gpu_busy_ms(run, self.setting.device)
-            metrics[name] = _times(name, samples, busy, self.setting.ceilings.floor_ms(work)) | metrics[name]
+            profile = self.profiles[name] = gpu_profile(run, self.setting.device)
+            floor = self.setting.ceilings.floor_ms(work)
+            metrics[name] = _times(name, samples, profile.busy_ms, floor) | metrics[name]
             if name != EAGER:
                 metrics[name]["back_to_back"] = Metric(value=back_to_back(run, self.setting.device), unit="ms")
         return metrics
@@ -237,13 +243,36 @@ def give_memory_back() -> None:
 def case_rows(
     group: StepGroup, name: str, shape: Mapping[str, Scalar], fusion: str, metrics: dict[str, dict[str, Metric]]
 ) -> list[Row]:
-    """One row a backend; tells each."""
-    rows = []
+    """One row a backend; tells each. Then, of the first that captures, where the GPU's time goes."""
+    rows: list[Row] = []
+    kernels: list[Row] = []
     for backend, values in metrics.items():
         params = {**shape, "backend": backend, "fusion": fusion, "attention": group.attention}
         rows.append(Row(name=name, params=params, metrics=values))
         group.setting.tell(describe(rows[-1]))
-    return rows
+        if not kernels and group.runners[backend].backend.captures and backend in group.profiles:
+            kernels = kernel_rows(params, group.profiles[backend].kernels)
+    return rows + kernels
+
+
+def kernel_rows(params: Mapping[str, Scalar], kernels: Sequence[KernelTime]) -> list[Row]:
+    """Rows `kernel`: the longest by name, and all others as one."""
+    shown, others = list(kernels[:_NUM_KERNELS]), kernels[_NUM_KERNELS:]
+    if others:
+        shown.append(KernelTime("others", sum(kernel.ms for kernel in others), sum(kernel.calls for kernel in others)))
+    total = sum(kernel.ms for kernel in kernels)
+    return [
+        Row(
+            name="kernel",
+            params={**params, "kernel": kernel.name[:_NAME_LENGTH]},
+            metrics={
+                "time": Metric(value=kernel.ms, unit="ms"),
+                "share": Metric(value=100 * kernel.ms / total, unit="percent"),
+                "calls": Metric(value=round(kernel.calls), unit="count"),
+            },
+        )
+        for kernel in shown
+    ]
 
 
 def describe(row: Row) -> str:

@@ -63,11 +63,41 @@ def busy_us(events: Iterable[Event]) -> float:
     return total
 
 
-def gpu_busy_ms(run: Callable[[], object], device: torch.device, rounds: int = 3) -> float:
-    """Milliseconds that kernels and copies of one run take: the floor of any way to launch them."""
+@dataclass(frozen=True)
+class KernelTime:
+    """One kernel, copy or fill in one run."""
+
+    name: str
+    ms: float
+    """Of all its calls together."""
+    calls: float
+
+
+def kernel_times(events: Iterable[Event], rounds: int = 1) -> list[KernelTime]:
+    """By name, the longest first, of `rounds` runs that all did the same."""
+    durations: dict[str, list[float]] = {}
+    for event in events:
+        if event.category in GPU_CATEGORIES:
+            durations.setdefault(event.name, []).append(event.duration_us)
+    found = [KernelTime(name, sum(times) / rounds / 1e3, len(times) / rounds) for name, times in durations.items()]
+    return sorted(found, key=lambda kernel: -kernel.ms)
+
+
+@dataclass(frozen=True)
+class GpuProfile:
+    """What the GPU did in one run."""
+
+    busy_ms: float
+    """Kernels and copies: the floor of any way to launch them."""
+    kernels: list[KernelTime]
+
+
+def gpu_profile(run: Callable[[], object], device: torch.device, rounds: int = 3) -> GpuProfile:
+    """Of one run, by the mean of several."""
 
     def several() -> None:
         for _ in range(rounds):
             run()
 
-    return busy_us(profiled(several, device, host=False)) / rounds / 1e3
+    events = profiled(several, device, host=False)
+    return GpuProfile(busy_us(events) / rounds / 1e3, kernel_times(events, rounds))

@@ -75,7 +75,7 @@ class Request:
     @property
     def num_pending_tokens(self) -> int:
         """Known tokens whose KV is still to be computed; 1 while decoding."""
-        return self.num_tokens - self.num_computed_tokens
+        return len(self.prompt_token_ids) + len(self.output_token_ids) - self.num_computed_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -98,15 +98,16 @@ class Scheduler:
         """The next step, or None when there is nothing to do. Called again without a commit, it gives the same rows."""
         with self._updating():
             rows = self._running_rows()
-            while not self.allocator.can_allocate(sum(map(self._num_missing_blocks, rows))):
+            while not self.allocator.can_allocate(sum(missing := [self._num_missing_blocks(row) for row in rows])):
                 self._preempt_last()
                 rows = self._running_rows()
-            for row in rows:
-                self._take_blocks(row)
+            for row, num_blocks in zip(rows, missing, strict=True):
+                if num_blocks:
+                    row.request.block_ids += self.allocator.allocate(num_blocks)
             budget = self.max_num_batched_tokens - sum(row.num_new_tokens for row in rows)
             while budget > 0 and self._admit_next():
                 row = ScheduledRow(self.running[-1], min(self.running[-1].max_next_tokens, budget))
-                self._take_blocks(row)
+                row.request.block_ids += self.allocator.allocate(self._num_missing_blocks(row))
                 rows.append(row)
                 budget -= row.num_new_tokens
         if not rows:
@@ -137,13 +138,12 @@ class Scheduler:
 
     def _commit_row(self, row: ScheduledRow, token_id: int | None, logprobs: TokenLogprobs | None) -> None:
         request = row.request
-        if row.needs_sample and token_id is None:
-            row = ScheduledRow(request, row.num_new_tokens - 1)
-        elif row.needs_sample:
-            assert token_id is not None
+        if token_id is not None:
             request.append_token(token_id, logprobs)
             if request.finish_reason is not None:
                 self._finished.append(request)
+        elif row.needs_sample:
+            row = ScheduledRow(request, row.num_new_tokens - 1)
         elif logprobs is not None:
             request.prompt_logprobs.append(logprobs)
         self._book_tokens(row)
@@ -197,10 +197,15 @@ class Scheduler:
 
     def _running_rows(self) -> list[ScheduledRow]:
         """One token for whoever has one; the rest of the step for the others, oldest first."""
-        rows = [ScheduledRow(request, 1) for request in self.running if request.num_pending_tokens == 1]
-        budget = self.max_num_batched_tokens - len(rows)
+        rows, longer = [], []
         for request in self.running:
-            if request.num_pending_tokens > 1 and budget > 0:
+            if request.num_pending_tokens == 1:
+                rows.append(ScheduledRow(request, 1))
+            else:
+                longer.append(request)
+        budget = self.max_num_batched_tokens - len(rows)
+        for request in longer:
+            if budget > 0:
                 row = ScheduledRow(request, min(request.max_next_tokens, budget))
                 rows.append(row)
                 budget -= row.num_new_tokens
@@ -210,9 +215,6 @@ class Scheduler:
         """None when a step that failed is scheduled again."""
         end = row.request.num_computed_tokens + row.num_new_tokens
         return max(0, num_blocks_for(end, self.block_size) - len(row.request.block_ids))
-
-    def _take_blocks(self, row: ScheduledRow) -> None:
-        row.request.block_ids += self.allocator.allocate(self._num_missing_blocks(row))
 
     def _preempt_last(self) -> None:
         assert len(self.running) > 1, f"{self.running} does not fit alone; `add` refuses such requests"

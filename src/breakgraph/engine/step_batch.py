@@ -74,11 +74,12 @@ class PreparedDecode:
         for row in step.rows:
             request, position = row.request, row.request.num_computed_tokens + row.num_new_tokens
             ends = request.num_tokens + 1 >= request.max_total_tokens
-            if not row.needs_sample or ends or position // block_size >= len(request.block_ids):
+            last = position // block_size
+            if not row.needs_sample or ends or last >= len(request.block_ids):
                 continue
             rows.append(_PreparedRow(request, position, request.block_ids))
-            blocks.append(request.block_ids[position // block_size])
-            block_tables.append(np.asarray(request.block_ids[: position // block_size + 1], dtype=np.int64))
+            blocks.append(request.block_ids[last])
+            block_tables.append(np.asarray(request.block_ids[: last + 1], dtype=np.int64))
         positions = np.asarray([row.position for row in rows], dtype=np.int64)
         slots = np.asarray(blocks, dtype=np.int64) * block_size + positions % block_size
         return cls(rows, slots, block_tables)

@@ -12,6 +12,7 @@ from breakgraph.bench import arms, comparison
 from breakgraph.bench.capture import measure as measure_capture
 from breakgraph.bench.ceilings import Ceilings, step_work
 from breakgraph.bench.config import BenchConfig, CaptureBench, DecodeBench, PrefillBench, ServeBench
+from breakgraph.bench.profiler import GpuProfile, KernelTime
 from breakgraph.bench.result import Metric, Result, Row, from_json, to_json
 from breakgraph.bench.run import run_bench, with_ratios
 from breakgraph.errors import ConfigError, ModelNotFoundError
@@ -129,9 +130,11 @@ def test_with_ceilings_every_kind_is_timed(
     kind: type[BenchConfig], tiny_folder: str, make_setting: MakeSetting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU would go through; the profiler finds no kernels here, so the busy time is made up too."""
-    monkeypatch.setattr(arms, "gpu_busy_ms", lambda run, device: run() is not None and 0.5)
+    kernels = [KernelTime(f"kernel {index}", 14.0 - index, 2) for index in range(14)]
+    monkeypatch.setattr(arms, "gpu_profile", lambda run, device: run() is not None and GpuProfile(0.5, kernels))
     config = small(kind, tiny_folder)
     rows = list(import_module(f"breakgraph.bench.{config.kind}").measure(make_setting(config, TINY_CEILINGS)))
+    check_kernels([row for row in rows if row.name == "kernel"], config)
     timed = [row for row in rows if row.name != "step"]
     assert timed
     assert all(row.metrics["time"].value > 0 for row in timed)
@@ -143,6 +146,20 @@ def test_with_ceilings_every_kind_is_timed(
     assert all(row.metrics["start"].value > row.metrics["time"].value for row in rows if row.name == "capture")
     hosts = [row for row in rows if row.name == "step" and row.metrics["nodes"].value]
     assert all(row.metrics["host"].value > 0 for row in hosts)
+
+
+def check_kernels(rows: list[Row], config: BenchConfig) -> None:
+    """The longest by name and the rest as one, of one backend a case."""
+    assert bool(rows) == isinstance(config, PrefillBench | DecodeBench)
+    cases: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        cases.setdefault(tuple(value for name, value in row.params.items() if name != "kernel"), []).append(row)
+        assert row.params["backend"] == next(name for name in config.backends if name != "eager")
+    for found in cases.values():
+        assert [row.params["kernel"] for row in found] == [*(f"kernel {index}" for index in range(12)), "others"]
+        assert [row.metrics["time"].value for row in found[-2:]] == [3.0, 2.0 + 1.0]
+        assert found[-1].metrics["calls"].value == 4
+        assert sum(row.metrics["share"].value for row in found) == pytest.approx(100)
 
 
 def test_the_time_of_a_batch_is_at_least_that_of_its_steps(tiny_folder: str, make_setting: MakeSetting) -> None:
