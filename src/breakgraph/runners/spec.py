@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -121,30 +122,33 @@ class PhaseSpec:
         self._check_block_tables(batch)
 
     def _check_block_tables(self, batch: StepBatch) -> None:
-        tables, seq_lens = batch.block_tables, np.asarray(batch.seq_lens)
-        lens, needed = np.asarray([len(table) for table in tables]), -(-seq_lens // self.block_size)
-        wrong = (lens < needed) | (lens > self.max_blocks_per_seq)
-        if wrong.any():
-            index = int(wrong.argmax())
-            raise ConfigError(
-                f"{self.phase}: block_tables[{index}]: expected {needed[index]} (seq_len {seq_lens[index]}) to "
-                f"{self.max_blocks_per_seq} (max_model_len) blocks, got {lens[index]}"
-            )
-        blocks, ends = np.concatenate(tables), lens.cumsum()
-        if not 0 <= blocks.min() <= blocks.max() < self.num_blocks:
+        self._check_block_numbers(batch.block_tables)
+        end = 0
+        requests = zip(batch.q_lens, batch.seq_lens, batch.block_tables, strict=True)
+        for index, (q_len, seq_len, table) in enumerate(requests):
+            end += q_len
+            needed = -(-seq_len // self.block_size)
+            if not needed <= len(table) <= self.max_blocks_per_seq:
+                raise ConfigError(
+                    f"{self.phase}: block_tables[{index}]: expected {needed} (seq_len {seq_len}) to "
+                    f"{self.max_blocks_per_seq} (max_model_len) blocks, got {len(table)}"
+                )
+            # One comparison a request that catches a table of another request before it becomes a wrong answer.
+            slot = int(table[needed - 1]) * self.block_size + (seq_len - 1) % self.block_size
+            if batch.slot_mapping[end - 1] != slot:
+                raise ConfigError(
+                    f"{self.phase}: request {index}: its block table puts its last token in slot {slot}, "
+                    f"slot_mapping says {batch.slot_mapping[end - 1]}"
+                )
+
+    def _check_block_numbers(self, tables: Sequence[Ints]) -> None:
+        """Of all requests at once."""
+        blocks = np.concatenate(tables)
+        if blocks.size and not 0 <= blocks.min() <= blocks.max() < self.num_blocks:
             at = int(((blocks < 0) | (blocks >= self.num_blocks)).argmax())
-            index = int(np.searchsorted(ends, at, side="right"))
+            index = int(np.searchsorted(np.cumsum([len(table) for table in tables]), at, side="right"))
             raise ConfigError(
                 f"{self.phase}: block_tables[{index}]: expected 0 <= value < {self.num_blocks}, got {tables[index]}"
-            )
-        # One comparison a request that catches a table of another request before it becomes a wrong answer.
-        slots = blocks[ends - lens + needed - 1] * self.block_size + (seq_lens - 1) % self.block_size
-        given = np.asarray(batch.slot_mapping)[np.cumsum(batch.q_lens) - 1]
-        if (given != slots).any():
-            index = int((given != slots).argmax())
-            raise ConfigError(
-                f"{self.phase}: request {index}: its block table puts its last token in slot {slots[index]}, "
-                f"slot_mapping says {given[index]}"
             )
 
     def dummy_batch(self, size: int) -> StepBatch:
