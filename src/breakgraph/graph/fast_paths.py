@@ -26,6 +26,8 @@ def looking_on(kind: type[TorchFunctionMode]) -> Iterator[None]:
     global _num_open
 
     def has_torch_function(args: Iterable[Any]) -> bool:
+        if torch.compiler.is_compiling():
+            return bool(_has_torch_function(args))
         modes = _get_current_function_mode_stack()
         if modes and all(isinstance(mode, kind) for mode in modes):
             return any(map(_has_its_own, args))

@@ -117,3 +117,23 @@ def test_what_is_remembered_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None
     assert key in map(id, heap.all_modules())
     HELD.modules.clear()
     assert key not in map(id, heap.all_modules())
+
+
+class Evasive:
+    """Answers to no question, as proxies do that have nothing behind them yet."""
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        raise RuntimeError("nothing behind it")
+
+
+def test_objects_are_not_asked_what_they_are(device: torch.device, family: PlanFamily) -> None:
+    model, x, evasive = nn.Linear(4, 4).to(device), torch.randn(2, 4, device=device), Evasive()
+
+    def fn() -> Tensor:
+        assert evasive is not None
+        return model(x)
+
+    gc.freeze()
+    with torch.no_grad():
+        check_stale(family.capture(fn), model)
