@@ -222,7 +222,8 @@ def _slots_on(module: torch.nn.Module, storages: set[int]) -> Iterator[tuple[int
     tables: list[dict[str, Any]] = [attributes.get("_parameters", {}), attributes.get("_buffers", {}), attributes]
     for table in tables:
         for name, value in table.items():
-            storage = _storage_with_address(value) if isinstance(value, torch.Tensor) else None
+            # By its type alone: proxies for what is not there yet fail when isinstance asks them.
+            storage = _storage_with_address(value) if issubclass(type(value), torch.Tensor) else None
             if storage in storages:
                 yield storage, Slot(module, table, name)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 
 from breakgraph.graph.eager_break import EagerBreak
 
+T = TypeVar("T")
 _CONTAINERS = (list, dict, set, deque)
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -31,7 +32,7 @@ class _Seen(NamedTuple):
 
     def is_same(self, other: _Seen) -> bool:
         is_value = self.value is other.value or (
-            isinstance(self.value, bool | int | float | complex | str | bytes | torch.Size | torch.dtype)
+            issubclass(type(self.value), (bool, int, float, complex, str, bytes, torch.Size, torch.dtype))
             and type(self.value) is type(other.value)
             and self.value == other.value
         )
@@ -39,8 +40,8 @@ class _Seen(NamedTuple):
 
 
 def _look_at(value: Any) -> _Seen:
-    if isinstance(value, _CONTAINERS):
-        items = value.values() if isinstance(value, dict) else value
+    if issubclass(type(value), _CONTAINERS):
+        items = value.values() if issubclass(type(value), dict) else value
         return _Seen(value, [id(item) for item in items])
     return _Seen(value, value.data_ptr() if type(value) in (torch.Tensor, torch.nn.Parameter) else None)
 
@@ -108,22 +109,33 @@ def reachable_modules(fn: object) -> dict[str, torch.nn.Module]:
         if id(item) in visited:
             continue
         visited.add(id(item))
-        if isinstance(item, torch.nn.Module):
+        waiting += _uses(item)
+        if _is_a(item, torch.nn.Module):
             found[id(item)] = item
-        elif isinstance(item, functools.partial):
-            waiting += [item.func, *item.args, *item.keywords.values()]
-        elif isinstance(item, EagerBreak):
-            continue  # what it uses runs as Python at every replay
-        elif isinstance(item, types.MethodType):
-            waiting += [item.__self__, item.__func__]
-        elif isinstance(item, types.FunctionType):
-            waiting += [cell.cell_contents for cell in item.__closure__ or () if _is_filled(cell)]
-            waiting += [item.__globals__[name] for name in item.__code__.co_names if name in item.__globals__]
-        elif isinstance(item, tuple | list) and len(item) < 100:
-            waiting += item
     inner = {id(m) for module in found.values() for m in module.modules() if m is not module}
     roots = [module for key, module in found.items() if key not in inner]
     return {_root_name(module, index, roots): module for index, module in enumerate(roots)}
+
+
+def _uses(item: object) -> Sequence[object]:
+    """What a function can be seen to use, itself no module. What a break uses runs as Python at every replay."""
+    if _is_a(item, torch.nn.Module) or _is_a(item, EagerBreak):
+        return ()
+    if _is_a(item, functools.partial):
+        return [item.func, *item.args, *item.keywords.values()]
+    if _is_a(item, types.MethodType):
+        return [item.__self__, item.__func__]
+    if _is_a(item, types.FunctionType):
+        filled = [cell.cell_contents for cell in item.__closure__ or () if _is_filled(cell)]
+        return filled + [item.__globals__[name] for name in item.__code__.co_names if name in item.__globals__]
+    if (_is_a(item, tuple) or _is_a(item, list)) and len(item) < 100:
+        return item
+    return ()
+
+
+def _is_a(item: object, kind: type[T]) -> TypeGuard[T]:
+    """By its type alone: proxies for what is not there yet fail when `isinstance` asks them."""
+    return issubclass(type(item), kind)
 
 
 def _is_filled(cell: types.CellType) -> bool:

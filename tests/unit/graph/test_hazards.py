@@ -365,3 +365,32 @@ def test_the_scan_leaves_state_and_hooks_as_they_were() -> None:
         graph.replay()
         assert total.sum() == 2
     assert len(hooks) == before
+
+
+class OutOfReach:
+    """A proxy as web frameworks have them, asked where nothing is behind it."""
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        raise RuntimeError("outside of a request")
+
+
+request = OutOfReach()
+
+
+def test_what_a_function_names_is_not_asked_what_it_is(device: torch.device) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            vars(self)["request"] = request  # torch itself asks what an attribute is
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + (0 if self.request is None else 1)
+
+    model, x = Model(), torch.randn(3, device=device)
+
+    def fn(x: Tensor) -> Tensor:
+        return x if request is None else model(x)
+
+    with torch.no_grad(), breakgraph.capture(fn, x) as captured:
+        assert torch.equal(captured.replay(), x + 1)
