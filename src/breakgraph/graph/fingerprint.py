@@ -196,7 +196,7 @@ def _parents(modules: Iterable[torch.nn.Module]) -> dict[int, tuple[torch.nn.Mod
     """A module around each, and its name there. One that is still being made has no children yet."""
     parents: dict[int, tuple[torch.nn.Module, str]] = {}
     for module in modules:
-        for name, child in module.__dict__.get("_modules", {}).items():
+        for name, child in list(module.__dict__.get("_modules", {}).items()):
             if child is not None:
                 parents.setdefault(id(child), (module, name))
     return parents
@@ -221,7 +221,7 @@ def _slots_on(module: torch.nn.Module, storages: set[int]) -> Iterator[tuple[int
     attributes = module.__dict__
     tables: list[dict[str, Any]] = [attributes.get("_parameters", {}), attributes.get("_buffers", {}), attributes]
     for table in tables:
-        for name, value in table.items():
+        for name, value in list(table.items()):  # other threads may be making modules
             # By its type alone: proxies for what is not there yet fail when isinstance asks them.
             storage = _storage_with_address(value) if issubclass(type(value), torch.Tensor) else None
             if storage in storages:

@@ -132,6 +132,22 @@ def test_other_modules_of_the_process_do_not_matter() -> None:
         assert torch.equal(graph.replay(), whole["used"](x))
 
 
+def test_modules_that_are_made_meanwhile_do_not_matter() -> None:
+    """By another thread, say; here by a tensor that is looked at."""
+    other = nn.Module()
+
+    class Growing(Tensor):
+        def data_ptr(self) -> int:
+            setattr(other, f"attribute_{len(vars(other))}", 1)
+            return super().data_ptr()
+
+    other.table = torch.ones(2).as_subclass(Growing)
+    x, before = torch.randn(2, 4), len(vars(other))
+    with torch.no_grad(), breakgraph.capture(Model().eval(), x) as captured:
+        captured.replay()
+    assert len(vars(other)) > before
+
+
 def test_f32_a_dropout_beside_the_only_weight_counts() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval(), torch.randn(3, 4)
     with torch.no_grad(), breakgraph.capture(model, x) as graph:
