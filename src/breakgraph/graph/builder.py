@@ -217,11 +217,12 @@ class CaptureBuilder:
             tensors.append(bound)
             return bound
 
-        call = spec.signature.bind(*args, **kwargs)
-        for name, value in call.arguments.items():
-            call.arguments[name] = tree_map(bind, value, name)
-        mutated = spec.mutated(call.args, call.kwargs)
-        return EagerStep(self._device, self._pool, spec, fn, call.args, call.kwargs, tensors, mutated)
+        # As they were given: what wraps a function may tell keywords from positions, though its signature does not.
+        names = spec.positions(args, kwargs)
+        given = tuple(tree_map(bind, value, name) for name, value in zip(names, args, strict=True))
+        named = {name: tree_map(bind, value, name) for name, value in kwargs.items()}
+        mutated = spec.mutated(given, named)
+        return EagerStep(self._device, self._pool, spec, fn, given, named, tensors, mutated)
 
     def _bind_tensor(self, tensor: torch.Tensor, path: str, spec: BreakSpec) -> torch.Tensor:
         storage = tensor.untyped_storage()

@@ -23,6 +23,7 @@ from breakgraph.graph.cpu_record import Allocation, CpuRecorder, Entry, is_host,
 from breakgraph.graph.cpu_words import describe_entry
 from breakgraph.graph.device import CaptureSession, Device, Peak, Pool, RecordedCall, Segment
 from breakgraph.graph.effects import allocates_only, reads_and_writes
+from breakgraph.graph.pretence import as_if_capturing
 from breakgraph.graph.refusals import Fault, HostReadGuard, cpu_transfer_fault, refuse
 
 
@@ -84,6 +85,7 @@ class CpuCapture(CaptureSession):
         self._recorder = CpuRecorder(pool, check_storage)
         self._guard = _host_guard(refuse)
         self._scope = ExitStack()
+        self._told = ExitStack()
 
     def __enter__(self) -> CpuCapture:
         self._scope.enter_context(self._guard)
@@ -92,12 +94,14 @@ class CpuCapture(CaptureSession):
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._told.close()
         self._scope.close()
         self._recorder.clear()
 
     def begin(self) -> None:
         self._recorder.start()
         self._guard.enabled = True
+        self._told.enter_context(as_if_capturing(breaks=True))
 
     def end(self) -> CpuSegment:
         tape, pins = self._recorder.tape, list(self._recorder.pins.values())
@@ -107,6 +111,7 @@ class CpuCapture(CaptureSession):
         return CpuSegment(self._pool, tape, pins)
 
     def abort(self) -> None:
+        self._told.close()
         self._guard.enabled = False
         self._recorder.tape, self._recorder.pins = None, {}
 

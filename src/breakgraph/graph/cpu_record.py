@@ -61,22 +61,15 @@ class TapeEntry:
             for span in self.reads:
                 pool.check_written(span, self.func)
         produced = tensors_in(self.func(*self.args, **self.kwargs))
-        left_out: list[torch.Tensor] = []
         for target, value in zip(self.results, produced, strict=False):
-            if target is None:
-                continue
-            if target.shape == value.shape:
+            if target is not None:
+                if target.shape != value.shape:
+                    raise UncapturableOpError(
+                        f"{self.func} recorded a result of shape {list(target.shape)} and produced {list(value.shape)}"
+                    )
                 target.copy_(value)
-            elif value.numel() == 0 or target.numel() == 0:  # for a backward pass; not every device makes it
-                left_out.append(target)
-            else:
-                raise UncapturableOpError(
-                    f"{self.func} recorded a result of shape {list(target.shape)} and produced {list(value.shape)}"
-                )
         for span in self.writes:
             pool.mark_written(span)
-        for span in filter(None, map(pool.span, left_out)):
-            pool.mark_written(span, 0)
         if not is_whole:
             pool.move_marks(*self.args[:2])
 
@@ -126,9 +119,19 @@ class CompiledEntry:
 Entry = TapeEntry | CompiledEntry | Allocation
 
 
+_UNLIKE_META = (
+    torch.ops.aten.convolution.default, torch.ops.aten._native_batch_norm_legit_no_training.default,
+    torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default,
+    torch.ops.aten._linalg_svd.default,
+)  # fmt: skip
+"""Operators whose results on a CPU lie otherwise in memory than those of their meta kernels, so that what reads them
+rounds otherwise, or leave out what only a backward pass needs."""
+
+
 @dataclass(slots=True)
 class _MetaCall:
-    """The same call on meta tensors that share storage as the real ones do: gives shapes, strides and aliasing."""
+    """The same call on meta tensors that share storage as the real ones do: gives shapes, strides and aliasing. Without
+    a meta kernel that is as good, on zeros, which are valid indices too."""
 
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     real: dict[int, torch.Tensor] = field(default_factory=dict)  # id of a meta argument -> the real one
@@ -155,15 +158,14 @@ class _MetaCall:
             meta_kwargs["device"] = torch.device("meta")
         if meta_kwargs.get("generator") is not None:
             meta_kwargs["generator"] = None
-        try:
-            return func(*meta_args, **meta_kwargs)
-        except RuntimeError as error:  # NotImplementedError is one
-            if func.namespace == "aten" and not isinstance(error, NotImplementedError):
-                raise
-            # No meta kernel (an opaque operator): run it once on zeros, which are valid indices too.
-            self.keep.clear()
-            self.real.clear()
-            return func(*map_tensors(args, _zeros), **kwargs)
+        if func not in _UNLIKE_META:
+            try:
+                return func(*meta_args, **meta_kwargs)
+            except RuntimeError:
+                pass  # none (NotImplementedError is one), or one that asks for more than the kernel does
+        self.keep.clear()
+        self.real.clear()
+        return func(*map_tensors(args, _zeros), **kwargs)
 
 
 class CpuRecorder(TorchDispatchMode):

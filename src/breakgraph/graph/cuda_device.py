@@ -20,6 +20,7 @@ from breakgraph.graph.cuda_pool import CudaPool
 from breakgraph.graph.cuda_record import CudaRecorder
 from breakgraph.graph.device import Block, CaptureSession, Device, Peak, Pool, RecordedCall, Segment
 from breakgraph.graph.effects import tensors_in
+from breakgraph.graph.pretence import is_capturing
 from breakgraph.graph.refusals import Fault, HostReadGuard, cuda_transfer_fault, refuse
 
 
@@ -176,7 +177,7 @@ class CudaCapture(CaptureSession):
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             for side in self._recorder.side_streams.values():
                 with torch.cuda.stream(side):
-                    is_out = torch.cuda.is_current_stream_capturing()
+                    is_out = is_capturing()
                 if is_out:
                     self._stream.wait_stream(side)
             graph.capture_end()

@@ -14,6 +14,7 @@ import torch
 
 from breakgraph.errors import ConfigError, ForeignCaptureError, ResultMismatchError, UnknownNameError
 from breakgraph.graph.live import has_live, resolved
+from breakgraph.graph.pretence import are_breaks_told_otherwise, is_capturing, the_truth
 from breakgraph.graph.tree import Tree, tree_leaves
 
 if TYPE_CHECKING:
@@ -79,6 +80,17 @@ class BreakSpec:
         """Whether the function takes ``*args`` or ``**kwargs``."""
         return any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in self.signature.parameters.values())
 
+    def positions(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+        """What the positional arguments of a call are called. Raises TypeError for a call that does not fit."""
+        self.signature.bind(*args, **kwargs)
+        names: list[str] = []
+        for parameter in self.signature.parameters.values():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                names += (f"{parameter.name}[{index}]" for index in range(len(args) - len(names)))
+            elif parameter.kind is not parameter.KEYWORD_ONLY:
+                names.append(parameter.name)
+        return names[: len(args)]
+
     def mutated(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """The tensors among the arguments that ``mutates`` names."""
         if not self.mutates:
@@ -127,18 +139,25 @@ def run_plain(spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwa
     return result
 
 
+def run_break(spec: BreakSpec, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tree:
+    """The same where a replay will run it as Python."""
+    with the_truth():
+        return run_plain(spec, fn, args, kwargs)
+
+
 def _call(spec: BreakSpec, fn: Callable[..., Tree], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
     builder = active.builder
     if builder is not None:
         return builder.call_break(spec, fn, args, kwargs)
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and is_capturing():
         raise ForeignCaptureError(
             f"{spec.name} is marked as an eager break and was called while this stream is being captured by code that "
             "does not know breaks; capture with breakgraph, or call the undecorated function"
         )
     if active.warm_up is not None:
         return active.warm_up.call_break(spec, fn, args, kwargs)
-    return run_plain(spec, fn, args, kwargs)
+    run = run_break if spec.always or are_breaks_told_otherwise() else run_plain
+    return run(spec, fn, args, kwargs)
 
 
 class EagerBreak:

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from breakgraph.errors import UncapturableOpError
 from breakgraph.graph.effects import tensors_in
-from breakgraph.graph.fast_paths import looking_on
+from breakgraph.graph.pretence import OnlyLooks
 
 _OWN_FOLDER = str(Path(__file__).parent)
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
@@ -152,7 +151,7 @@ def _names_the_host(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return isinstance(target, str) and target.startswith("cpu")
 
 
-class HostReadGuard(TorchFunctionMode):
+class HostReadGuard(OnlyLooks):
     """Watches for calls that read a device tensor on the host, or upload host data, without the dispatcher seeing it.
 
     Args:
@@ -179,16 +178,6 @@ class HostReadGuard(TorchFunctionMode):
         self._tag_host = tag_host
         self._report = report
         self.enabled = False
-
-    def __enter__(self) -> HostReadGuard:
-        self._fast_paths = looking_on(HostReadGuard)
-        self._fast_paths.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
-        self._fast_paths.__exit__(None, None, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

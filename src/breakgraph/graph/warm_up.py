@@ -11,9 +11,10 @@ import torch
 
 from breakgraph.errors import CaptureError, HazardWarning
 from breakgraph.graph.device import Device
-from breakgraph.graph.eager_break import BreakSpec, EagerBreak, active, is_break, run_plain
+from breakgraph.graph.eager_break import BreakSpec, EagerBreak, active, is_break, run_break, run_plain
 from breakgraph.graph.hazard_scan import HazardScan, ScanResult, Site, forward_line, paths_of
 from breakgraph.graph.hazards import Hazard, OnHazard
+from breakgraph.graph.pretence import as_if_capturing
 from breakgraph.graph.side_effects import Attribute, AttributeWatch, reachable_modules
 from breakgraph.graph.tree import Tree
 
@@ -45,7 +46,7 @@ class WarmUp:
             if scan is None:
                 result = fn()
             else:
-                with scan:
+                with scan, as_if_capturing(breaks=self._breaks):
                     result = fn()
         finally:
             active.warm_up, self._scan = outer, None
@@ -66,8 +67,8 @@ class WarmUp:
         self._in_break = True
         try:
             if self._scan is None:
-                return run_plain(spec, fn, args, kwargs)
-            return self._scan.run_break(lambda: run_plain(spec, fn, args, kwargs))
+                return run_break(spec, fn, args, kwargs)
+            return self._scan.run_break(lambda: run_break(spec, fn, args, kwargs))
         finally:
             self._in_break = False
 

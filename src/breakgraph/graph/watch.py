@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from breakgraph.errors import CaptureError
-from breakgraph.graph.eager_break import BreakSpec, active, run_plain
+from breakgraph.graph.eager_break import BreakSpec, active, run_break, run_plain
 from breakgraph.graph.tree import Tree, tree_leaves
 
 
@@ -57,7 +57,7 @@ class _EagerWatch:
         self._watcher.before(spec, _tensors_in(list(given.values())), mutated)
         self._in_break = True
         try:
-            result = run_plain(spec, fn, args, kwargs)
+            result = run_break(spec, fn, args, kwargs)
         finally:
             self._in_break = False
         written = {_place(t) for t in mutated}

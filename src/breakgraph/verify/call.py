@@ -13,6 +13,7 @@ from torch import Tensor
 from breakgraph.graph import PlanFamily
 from breakgraph.graph.boundary import overlaps_itself
 from breakgraph.graph.modes import ExecMode
+from breakgraph.graph.pretence import as_if_capturing
 from breakgraph.graph.tree import Tree, tree_leaves
 from breakgraph.verify.arms import Case, check, cloned
 from breakgraph.verify.bisect import find_culprit
@@ -73,7 +74,7 @@ class _CallCase(Case):
     @contextmanager
     def ready(self) -> Iterator[Callable[[], Tree]]:
         self._reset(self._start)
-        with self._call.mode.apply():
+        with self._call.mode.apply(), as_if_capturing(breaks=self._call.breaks):
             yield lambda: self._call.fn(*self._call.inputs)
 
     @contextmanager

@@ -207,18 +207,6 @@ def test_what_a_cpu_leaves_out_of_a_result_is_not_missed(layer: type[torch.nn.Mo
         assert torch.equal(plan.replay(), norm(x) * 2)
 
 
-def test_what_a_cpu_leaves_out_of_a_result_cannot_be_read() -> None:
-    norm, x = torch.nn.BatchNorm1d(4).eval(), torch.randn(3, 4)
-    values = norm.weight, norm.bias, norm.running_mean, norm.running_var
-
-    def fn() -> Tensor:
-        out, mean, _ = torch.ops.aten._native_batch_norm_legit_no_training(x, *values, 0.1, 1e-5)
-        return out + mean if mean.numel() else out
-
-    with torch.no_grad(), PlanFamily("cpu") as family, pytest.raises(UnwrittenReadError):
-        family.capture(fn)
-
-
 @pytest.mark.parametrize("outer", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_code_that_enters_inference_mode_around_a_break(outer: Callable[[], Any]) -> None:
     double = eager_on_graph(lambda t: t * 2)
@@ -234,3 +222,38 @@ def test_code_that_enters_inference_mode_around_a_break(outer: Callable[[], Any]
         plan = family.capture(fn)
         x.copy_(torch.randn(3))
         assert torch.equal(plan.replay(), fn())
+
+
+@torch.library.custom_op("breakgraph_test::halve_any", mutates_args=())
+def halve_any(t: Tensor) -> Tensor:
+    return t / 2
+
+
+@halve_any.register_fake
+def _(t: Tensor) -> Tensor:
+    torch._check(t.dtype == torch.bfloat16, lambda: "expected bfloat16")
+    return torch.empty_like(t)
+
+
+def test_a_meta_kernel_that_takes_less_than_the_kernel() -> None:
+    x = torch.randn(3)
+    with torch.no_grad(), PlanFamily("cpu") as family:
+        plan = family.capture(lambda: halve_any(x) + 1)
+        x.normal_()
+        assert torch.equal(plan.replay(), x / 2 + 1)
+
+
+def test_what_follows_a_convolution_finds_its_layout() -> None:
+    """Channels last: a reduction adds up in another order then."""
+    layer = torch.nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
+    strides = []
+
+    def fn() -> Tensor:
+        out = layer(x)
+        strides.append(out.stride())
+        return out.mean((-2, -1))
+
+    with torch.no_grad(), PlanFamily("cpu") as family:
+        assert torch.equal(family.capture(fn).replay(), fn())
+    assert len(set(strides)) == 1

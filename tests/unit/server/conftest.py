@@ -19,6 +19,7 @@ from breakgraph.server.config import ServerConfig
 from breakgraph.server.run import make_server, make_service
 from tiny_models import save_tiny_model
 from unit.engine.byte_tokenizer import byte_tokenizer
+from unit.server.gate import wait_until
 
 MODEL = "tiny"
 SIZES: dict[str, Any] = {
@@ -71,11 +72,11 @@ class RunningServer:
         return self.service.engine._thread.call(lambda engine: engine.stats()).result()
 
     def assert_idle(self) -> None:
-        """No request and no block is left."""
+        """No request and no block is left. The loop may still be on its way out of the last answer."""
+        wait_until(lambda: self.service.engine._queues == {})
         stats = self.stats()
         assert (stats["num_running"], stats["num_waiting"], self.service.engine._thread.num_live) == (0, 0, 0)
         assert stats["num_free_kv_blocks"] == stats["num_kv_blocks"] - 1
-        assert self.service.engine._queues == {}
 
 
 @contextmanager
