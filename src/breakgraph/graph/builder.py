@@ -21,12 +21,14 @@ from breakgraph.graph.modes import ExecMode
 from breakgraph.graph.op_facts import OpTable
 from breakgraph.graph.outputs import copy_into
 from breakgraph.graph.plan import EagerStep, GraphStep
-from breakgraph.graph.refusals import HOST_SYNC, Fault, HostReadGuard, source_line
+from breakgraph.graph.refusals import HOST_SYNC, Fault, HostReadGuard, applies_functions, source_line
 from breakgraph.graph.tree import Tree, describe, is_constant, tree_leaves, tree_map
 
 
 class _FirstRun(TorchDispatchMode):
     """Watches a break's first run: the streams it launches on, the storages it makes, what it reads on the host."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, device: Device, ops: OpTable) -> None:
         super().__init__()
@@ -53,15 +55,20 @@ class _FirstRun(TorchDispatchMode):
         if stream != self._main and stream not in self.side_streams:
             stream.wait_stream(self._main)  # as every replay makes it wait, which will know of it beforehand
             self.side_streams.append(stream)
-        if self._ops[func].reads_host:
+        if not applies_functions(func) and self._ops[func].reads_host:
             self.host_read = self.host_read or source_line()
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tensors_in(*args, *(kwargs or {}).values())}
-        for tensor in tensors_in(out):
+        given = {t.untyped_storage()._cdata for t in _dense(*args, *(kwargs or {}).values())}
+        for tensor in _dense(out):
             storage = tensor.untyped_storage()
             if storage._cdata not in given and storage._cdata not in self.made:
                 self.made[storage._cdata] = StorageWeakRef(storage)
         return out
+
+
+def _dense(*values: Any) -> list[torch.Tensor]:
+    """The tensors that are one piece of memory."""
+    return [tensor for tensor in tensors_in(*values) if tensor.layout is torch.strided]
 
 
 class CaptureBuilder:

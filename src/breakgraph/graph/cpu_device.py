@@ -24,7 +24,7 @@ from breakgraph.graph.cpu_words import describe_entry
 from breakgraph.graph.device import CaptureSession, Device, Peak, Pool, RecordedCall, Segment
 from breakgraph.graph.effects import allocates_only, reads_and_writes
 from breakgraph.graph.pretence import as_if_capturing
-from breakgraph.graph.refusals import Fault, HostReadGuard, cpu_transfer_fault, refuse
+from breakgraph.graph.refusals import Fault, HostReadGuard, applies_functions, cpu_transfer_fault, refuse
 
 
 class CpuSegment(Segment):
@@ -147,6 +147,8 @@ class _InBreak:
 class _BreakWatch(TorchDispatchMode):
     """Checks what a break reads from the pool, and what it writes there against what it declares."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, pool: CpuPool, writable: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._pool = pool
@@ -154,6 +156,8 @@ class _BreakWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if applies_functions(func):
+            return func(*args, **kwargs)
         with self:
             decomposed = func.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:

@@ -168,8 +168,8 @@ class CpuPool(Pool):
         free[:] = sorted(merged)
 
     def span(self, tensor: torch.Tensor) -> Span | None:
-        """The pool bytes of ``tensor``; None when it lies elsewhere or is empty."""
-        if tensor.numel() == 0:
+        """The pool bytes of ``tensor``; None when it lies elsewhere, in several pieces, or is empty."""
+        if tensor.layout is not torch.strided or tensor.numel() == 0:
             return None
         address = tensor.data_ptr()
         arena = self._arena(address)

@@ -14,7 +14,7 @@ from breakgraph.graph.boundary import with_bits_of
 from breakgraph.graph.cpu_pool import CpuPool, Span
 from breakgraph.graph.effects import reads_and_writes, tensors_in
 from breakgraph.graph.op_facts import OpTable
-from breakgraph.graph.refusals import cpu_transfer_fault, op_fault, refuse
+from breakgraph.graph.refusals import cpu_transfer_fault, form_fault, op_fault, refuse
 
 _HOST_TAG = "_breakgraph_host"
 
@@ -176,6 +176,8 @@ class CpuRecorder(TorchDispatchMode):
         pins: Storages outside the pool that the open segment uses, by identity.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, pool: CpuPool, check_storage: Callable[[torch.UntypedStorage], None]) -> None:
         super().__init__()
         self.pool = pool
@@ -198,13 +200,16 @@ class CpuRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.tape is None:
             return func(*args, **kwargs)
+        given = tensors_in(*args, *kwargs.values())
+        fault = form_fault(func, given)
+        if fault is not None:
+            refuse(fault)
         facts = self._ops[func]
         if facts.may_decompose:
             with self:
                 decomposed = func.decompose(*args, **kwargs)
             if decomposed is not NotImplemented:
                 return decomposed
-        given = tensors_in(*args, *kwargs.values())
         fault = op_fault(func, args) or cpu_transfer_fault(func, given, is_host)
         if fault is not None:
             refuse(fault)

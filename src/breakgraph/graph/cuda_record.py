@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from breakgraph.graph.effects import tensors_in
 from breakgraph.graph.op_facts import OpTable
-from breakgraph.graph.refusals import cuda_transfer_fault, op_fault, refuse
+from breakgraph.graph.refusals import cuda_transfer_fault, form_fault, op_fault, refuse
 
 
 class CudaRecorder(TorchDispatchMode):
@@ -22,6 +22,8 @@ class CudaRecorder(TorchDispatchMode):
         num_ops: Operators of the open segment that must have put a node into the graph.
         side_streams: Streams other than the capture stream that were launched on, in any segment.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, stream: torch.cuda.Stream, check_storage: Callable[[torch.UntypedStorage], None]) -> None:
         super().__init__()
@@ -69,13 +71,16 @@ class CudaRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self.enabled:
             return func(*args, **kwargs)
+        given = tensors_in(*args, *kwargs.values())
+        fault = form_fault(func, given)
+        if fault is not None:
+            refuse(fault)
         facts = self._ops[func]
         if facts.may_decompose:
             with self:
                 decomposed = func.decompose(*args, **kwargs)
             if decomposed is not NotImplemented:
                 return decomposed
-        given = tensors_in(*args, *kwargs.values())
         if facts.is_suspect:
             fault = op_fault(func, args) or cuda_transfer_fault(func, args, kwargs, given)
             if fault is not None:

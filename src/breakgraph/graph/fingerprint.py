@@ -146,9 +146,12 @@ class Fingerprint:
         self._addresses = list(map(_data_ptr, self._tensors))
         self._indices = list(range(len(self._tensors)))
         owners = {id(slot.owner): slot.owner for slot in self._slots}.values()
-        self._moded = _with_modes([index.chain(owner) for owner in owners])
-        self._attributes = [module.__dict__ for module in self._moded]
-        self._flags = list(map(_training, self._attributes))
+        moded = _with_modes([index.chain(owner) for owner in owners])
+        # Modules of TorchScript keep their flag elsewhere, and are asked.
+        self._scripted = [module for module in moded if "training" not in module.__dict__]
+        self._moded = [module for module in moded if "training" in module.__dict__] + self._scripted
+        self._attributes = [module.__dict__ for module in self._moded[: len(moded) - len(self._scripted)]]
+        self._flags = self._modes()
 
     def check(self) -> None:
         """Compare with now.
@@ -157,10 +160,14 @@ class Fingerprint:
             StalePlanError: a tensor was replaced or moved, a module changed between training and evaluation, or the
                 version token differs.
         """
-        if not self._has_same_tensors() or list(map(_training, self._attributes)) != self._flags:
+        if not self._has_same_tensors() or self._modes() != self._flags:
             raise StalePlanError(f"{self._difference()}; {_WAY_OUT}")
         if self._version is not None and (token := self._version()) != self._token:
             raise StalePlanError(f"version= gave {self._token!r} at the capture and gives {token!r} now; {_WAY_OUT}")
+
+    def _modes(self) -> list[bool]:
+        flags = list(map(_training, self._attributes))
+        return flags + [module.training for module in self._scripted] if self._scripted else flags
 
     def _has_same_tensors(self) -> bool:
         try:
@@ -177,7 +184,7 @@ class Fingerprint:
     def _difference(self) -> str:
         parents = _parents(all_modules())
         for slot, look, address in zip(self._slots, self._looks, self._addresses, strict=True):
-            now = slot.table.get(slot.name)
+            now = dict(slot.table.items()).get(slot.name)  # TorchScript's tables have no `get`
             if not isinstance(now, torch.Tensor) or now.data_ptr() != address:
                 return f"{_path(slot.owner, parents)}.{slot.name} was {look} and is {describe(now)} in other memory"
         for module, flag in zip(self._moded, self._flags, strict=True):

@@ -21,7 +21,7 @@ from breakgraph.graph.device import Device
 from breakgraph.graph.effects import allocates_only, tensors_in
 from breakgraph.graph.hazards import Hazard, HazardReport
 from breakgraph.graph.live import Live
-from breakgraph.graph.refusals import WAY_OUT, Fault, is_user_file, op_fault, source_line
+from breakgraph.graph.refusals import WAY_OUT, Fault, form_fault, is_user_file, op_fault, source_line
 from breakgraph.graph.side_effects import Attribute, AttributeWatch
 from breakgraph.graph.tree import is_constant, tree_leaves
 
@@ -183,17 +183,24 @@ class HazardScan:
 class _Operators(TorchDispatchMode):
     """Notes what the dispatcher sees."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, scan: HazardScan) -> None:
         super().__init__()
         self._scan = scan
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         scan, kwargs = self._scan, kwargs or {}
+        given = tensors_in(*args, *kwargs.values())
+        fault = form_fault(func, given)
+        if fault is not None:
+            scan.note(fault)
+            with scan.silence():
+                return func(*args, **kwargs)
         with self:
             decomposed = func.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:
             return decomposed
-        given = tensors_in(*args, *kwargs.values())
         if not scan.quiet:
             fault = op_fault(func, args) or scan.device.transfer_fault(func, args, kwargs, given)
             if fault is not None:
@@ -236,9 +243,12 @@ def _obstacle(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> str |
     for path, leaf in (*tree_leaves(list(args), "argument "), *tree_leaves(kwargs, "argument ")):
         if not isinstance(leaf, torch.Tensor | torch.nn.Module | torch.Size | Live) and not is_constant(leaf):
             return f"{path} is a {type(leaf).__name__}"
-    given = {t.untyped_storage()._cdata for _, t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+    tensors = [t for _, t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    given = {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
     for path, leaf in tree_leaves(result, "its result"):
         if isinstance(leaf, torch.Tensor):
+            if leaf.layout is not torch.strided:
+                return f"{path} is a {str(leaf.layout)[6:]} tensor"
             if leaf.untyped_storage()._cdata in given:
                 return f"{path} shares memory with an argument"
         elif isinstance(leaf, bool | int | float | complex):

@@ -63,6 +63,8 @@ class Fault(NamedTuple):
 
 
 HOST_SYNC, SHAPE, COPY, MOVE = "host sync", "data-dependent shape", "pageable copy", "moved storage"
+FORM = "form"
+Operator = torch._ops.OpOverload | torch._ops.HigherOrderOperator
 
 
 def refuse(fault: Fault) -> NoReturn:
@@ -76,16 +78,33 @@ def refuse(fault: Fault) -> NoReturn:
 
 def _has_bool_index(args: Sequence[Any]) -> bool:
     indices = args[1] if len(args) > 1 else None
-    return isinstance(indices, list | tuple) and any(
-        isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices
-    )
+    return isinstance(indices, list | tuple) and any(map(_is_mask, indices))
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _fills_by_mask(name: str, args: Sequence[Any]) -> bool:
+    """``x[mask] = 0.0``: with one mask and a number from the host, torch fills without looking for places."""
+    if name not in _PUTS or len(args) < 3 or (len(args) > 3 and args[3]):
+        return False
+    value, indices = args[2], [index for index in args[1] if index is not None]
+    is_number = value.numel() == 1 and value.device.type == "cpu" and (args[0].device.type != "cpu" or value.dim() == 0)
+    return is_number and len(indices) == 1 and _is_mask(indices[0])
 
 
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
+_PUTS = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _MOVES_STORAGE = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 _TRANSFERS = {"aten::copy_", "aten::_to_copy"}
 _NESTS = {"aten::_nested_tensor_from_mask", "aten::_nested_tensor_from_mask_left_aligned"}
 """Read the mask, and no tag says so."""
+
+
+def applies_functions(func: Operator) -> bool:
+    """Whether it is one like `torch.cond`. Modes that say `supports_higher_order_operators` see those whole."""
+    return isinstance(func, torch._ops.HigherOrderOperator)
 
 
 def is_suspect(func: torch._ops.OpOverload) -> bool:
@@ -99,7 +118,7 @@ def op_fault(func: torch._ops.OpOverload, args: Sequence[Any]) -> Fault | None:
     """What is wrong with an operator that would sync, or whose result shape depends on data."""
     name = func._schema.name
     if name in _INDEXING:
-        if _has_bool_index(args):
+        if _has_bool_index(args) and not _fills_by_mask(name, args):
             return Fault(SHAPE, f"{func} with a boolean mask", "has a result whose shape depends on data")
         return None
     if torch.Tag.data_dependent_output in func.tags:
@@ -108,6 +127,16 @@ def op_fault(func: torch._ops.OpOverload, args: Sequence[Any]) -> Fault | None:
         return Fault(SHAPE, str(func), "has a result whose shape depends on data")
     if name in _MOVES_STORAGE:
         return Fault(MOVE, str(func), "moves a tensor to other memory, and the graph holds the old address")
+    return None
+
+
+def form_fault(func: Operator, given: Sequence[torch.Tensor]) -> Fault | None:
+    """What is wrong with an operator on functions, or on tensors that are not one piece of memory."""
+    if applies_functions(func):
+        return Fault(FORM, f"{func}()", "applies functions, and only a compiler can put what of them runs into a graph")
+    layout = next((tensor.layout for tensor in given if tensor.layout is not torch.strided), None)
+    if layout is not None:
+        return Fault(FORM, f"{func} on a {str(layout)[6:]} tensor", "uses memory that a plan cannot hold")
     return None
 
 

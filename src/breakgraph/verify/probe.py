@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from breakgraph.graph import Device, EagerBreak
 from breakgraph.graph.eager_break import BreakHandler, BreakSpec, active
 from breakgraph.graph.effects import allocates_only, reads_and_writes, tensors_in
-from breakgraph.graph.refusals import source_line
+from breakgraph.graph.refusals import applies_functions, source_line
 from breakgraph.graph.tree import Tree
 from breakgraph.verify.log import ValueLog
 
@@ -148,6 +148,8 @@ class _Counting:
 class _EachOp(TorchDispatchMode):
     """Tells the probe of every operator that computes something."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, probe: Probe, handler: _Counting) -> None:
         super().__init__()
         self._probe = probe
@@ -156,7 +158,7 @@ class _EachOp(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func.is_view or allocates_only(func) or not self._probe.is_wanted(self._handler):
+        if applies_functions(func) or func.is_view or allocates_only(func) or not self._probe.is_wanted(self._handler):
             return out
         _, written = reads_and_writes(func, args, kwargs)
         made = {id(t): t for t in (*tensors_in(out), *written)}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import breakgraph
-from breakgraph.errors import HazardError
+from breakgraph.errors import HazardError, StalePlanError, UncapturableOpError
 from breakgraph.graph import Plan, PlanFamily
 
 ROWS, SIGNAL, IMAGE, VOLUME = (3, 8), (2, 4, 16), (2, 4, 8, 8), (1, 2, 4, 4, 4)
@@ -43,6 +43,7 @@ CASES: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], tuple[int, ...]]] 
     "encoder": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2), SIGNAL),
     "sorted": (lambda: lambda x: x.sort(-1), ROWS),
     "top k": (lambda: lambda x: x.topk(2), ROWS),
+    "filled by a mask": (lambda: _zero_negatives, ROWS),
     "running sum": (lambda: lambda x: x.cumsum(-1), ROWS),
     "one hot": (lambda: lambda x: F.one_hot(x.argmax(-1), num_classes=8) * x, ROWS),
     "bag of embeddings": (lambda: _embed_ranks(nn.EmbeddingBag(8, 4)), ROWS),
@@ -51,6 +52,13 @@ CASES: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], tuple[int, ...]]] 
     "complex": (lambda: lambda x: torch.view_as_real(torch.polar(x.abs(), x)), ROWS),
     "solved": (lambda: lambda x: torch.linalg.solve(x[:, :3] + 9 * torch.eye(3, device=x.device), x), ROWS),
 }
+
+
+def _zero_negatives(x: Tensor) -> Tensor:
+    """With a number from the host, torch looks for no places."""
+    x = x.clone()
+    x[x < 0] = 0.0
+    return x
 
 
 def _attend_to_itself(attention: nn.MultiheadAttention) -> Callable[[Tensor], Tensor]:
@@ -142,3 +150,41 @@ def test_an_encoder_that_drops_padded_tokens_reads_the_mask(device: torch.device
     with torch.no_grad(), breakgraph.capture(fn, x, verify=True) as captured:
         x.normal_()
         assert torch.equal(captured.replay(), fn(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_module_of_torchscript(device: torch.device) -> None:
+    module = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Dropout())).to(device).eval()
+    x = torch.randn(3, 8, device=device)
+    with torch.no_grad(), breakgraph.capture(module, x) as captured:
+        x.normal_()
+        assert torch.equal(captured.replay(), module(x))
+        module.train()
+        with pytest.raises(StalePlanError, match="was in evaluation mode and is in training mode"):
+            captured.replay()
+        module.eval()
+        getattr(module, "0").weight.data = torch.randn(8, 8, device=device)
+        with pytest.raises(StalePlanError, match=r"weight was"):
+            captured.replay()
+
+
+def test_what_only_a_break_can_hold_is_named(device: torch.device) -> None:
+    x, picks = torch.randn(3, 8, device=device), torch.eye(3, device=device).to_sparse()
+
+    def with_sparse(x: Tensor) -> Tensor:
+        return torch.sparse.mm(picks, x + 1) * 2
+
+    def with_mask(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[x < 0] = x[x < 0] * 2
+        return x
+
+    for fn, message in ((with_sparse, "on a sparse_coo tensor cannot be captured"), (with_mask, "a boolean mask")):
+        with torch.no_grad(), pytest.raises(HazardError, match=message):
+            breakgraph.capture(fn, x)
+        with torch.no_grad(), PlanFamily(device) as family, pytest.raises(UncapturableOpError, match=message):
+            family.capture(lambda fn=fn: fn(x))
+    pick = breakgraph.eager_on_graph(lambda x: torch.sparse.mm(picks, x))
+    with torch.no_grad(), breakgraph.capture(lambda x: pick(x + 1) * 2, x, verify=True) as captured:
+        x.normal_()
+        assert torch.equal(captured.replay(), with_sparse(x))
