@@ -180,6 +180,12 @@ def _names_the_host(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return isinstance(target, str) and target.startswith("cpu")
 
 
+def _is_number(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether ``torch.tensor`` and its like are asked for one number of Python on a device."""
+    is_plain = len(args) == 1 and type(args[0]) in (bool, int, float, complex)
+    return is_plain and kwargs.get("device") is not None and kwargs.keys() <= {"device", "dtype"}
+
+
 class HostReadGuard(OnlyLooks):
     """Watches for calls that read a device tensor on the host, or upload host data, without the dispatcher seeing it.
 
@@ -213,6 +219,8 @@ class HostReadGuard(OnlyLooks):
         # Every look at a tensor's shape comes by here: what nobody watches for goes on at once.
         if not self.enabled or (name := getattr(func, "__name__", "")) not in self._WATCHED:
             return func(*args, **kwargs)
+        if name in self._UPLOADS and _is_number(args, kwargs):
+            return torch.full((), *args, **kwargs)  # the same, filled in on the device; the number is baked in
         fault = self._fault(name, args, kwargs)
         with nullcontext() if fault is None else self._report(fault):
             made = func(*args, **kwargs)

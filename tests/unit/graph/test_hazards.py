@@ -19,7 +19,7 @@ def item_branch(x: Tensor) -> Tensor:
 
 
 def upload(x: Tensor) -> Tensor:
-    return x * torch.tensor(2.0, device=x.device)
+    return x * torch.tensor([2.0], device=x.device)
 
 
 def rows_above_zero(x: Tensor) -> Tensor:

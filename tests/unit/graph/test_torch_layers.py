@@ -43,6 +43,7 @@ CASES: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], tuple[int, ...]]] 
     "encoder": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2), SIGNAL),
     "sorted": (lambda: lambda x: x.sort(-1), ROWS),
     "top k": (lambda: lambda x: x.topk(2), ROWS),
+    "numbers on the device": (lambda: _scaled, ROWS),
     "filled by a mask": (lambda: _zero_negatives, ROWS),
     "running sum": (lambda: lambda x: x.cumsum(-1), ROWS),
     "one hot": (lambda: lambda x: F.one_hot(x.argmax(-1), num_classes=8) * x, ROWS),
@@ -52,6 +53,14 @@ CASES: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], tuple[int, ...]]] 
     "complex": (lambda: lambda x: torch.view_as_real(torch.polar(x.abs(), x)), ROWS),
     "solved": (lambda: lambda x: torch.linalg.solve(x[:, :3] + 9 * torch.eye(3, device=x.device), x), ROWS),
 }
+
+
+def _scaled(x: Tensor) -> Tensor:
+    """Nothing is uploaded for one number."""
+    floats = torch.tensor(2.5, device=x.device), torch.tensor(float("-inf"), dtype=torch.float64, device=x.device)
+    others = torch.tensor(3, device=x.device), torch.as_tensor(True, device=x.device)
+    assert [t.dtype for t in (*floats, *others)] == [torch.float32, torch.float64, torch.int64, torch.bool]
+    return torch.where(x > 0, x * floats[0] + others[0] * others[1], floats[1].float())
 
 
 def _zero_negatives(x: Tensor) -> Tensor:

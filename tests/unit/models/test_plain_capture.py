@@ -60,6 +60,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Forward, tuple[int, ...]]] = {
     "llama with a mask": ("Llama", _TEXT, _masked_and_plain, IDS),
     "mixtral": ("Mixtral", {**_TEXT, **_EXPERTS}, _plain, IDS),
     "gpt2": ("GPT2", {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4}, _plain, IDS),
+    "bloom": ("Bloom", {"vocab_size": 100, "hidden_size": 32, "n_layer": 2, "n_head": 4}, _plain, IDS),
     "mamba": ("Mamba", {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}, _plain, IDS),
     "t5": ("T5", _T5, _decoder_too, IDS),
     "bart": ("Bart", _SPEECH, _decoder_too, IDS),
