@@ -22,7 +22,7 @@ from breakgraph.graph.effects import allocates_only, tensors_in
 from breakgraph.graph.hazards import Hazard, HazardReport
 from breakgraph.graph.live import Live
 from breakgraph.graph.refusals import WAY_OUT, Fault, form_fault, is_user_file, op_fault, source_line
-from breakgraph.graph.side_effects import Attribute, AttributeWatch
+from breakgraph.graph.side_effects import Attribute, AttributeWatch, is_a, outermost
 from breakgraph.graph.tree import is_constant, tree_leaves
 
 _WARM_UP = str(Path(__file__).with_name("warm_up.py"))  # whose frames are around the captured function
@@ -75,6 +75,7 @@ class HazardScan:
         self._names = paths_of(roots)
         self._stack: list[ModuleCall] = []
         self._calls: dict[int, tuple[ModuleCall, ...]] = {}
+        self._strangers: list[torch.nn.Module] = []
         self._in_break_only: set[int] = set()
         self._obstacles: dict[int, str] = {}
         self._found: list[tuple[Hazard, Site]] = []
@@ -123,10 +124,14 @@ class HazardScan:
     def result(self) -> ScanResult:
         """What the run showed; call it once the run is over."""
         for attribute in self._attributes.changed():
-            if id(attribute.module) not in self._in_break_only:
+            if id(attribute.owner) not in self._in_break_only:
                 self._note_side_effect(attribute)
         hazards = tuple(hazard for hazard, _ in self._found)
         return ScanResult(HazardReport(hazards), [site for _, site in self._found], self._obstacles)
+
+    def strangers(self) -> list[torch.nn.Module]:
+        """Modules that were called and lie under no root, without those inside of others."""
+        return outermost(self._strangers)
 
     def note(self, fault: Fault, way_out: str = WAY_OUT, blocks: bool = True) -> None:
         """Add a hazard met at this very point of the run."""
@@ -151,16 +156,18 @@ class HazardScan:
             self._found.append((hazard, site or Site(())))
 
     def _note_side_effect(self, attribute: Attribute) -> None:
-        module, name = attribute
-        path = self._names.get(id(module), type(module).__name__)
+        owner, name = attribute
+        path = self._names.get(id(owner), type(owner).__name__)
         why = "is changed by every call, and a replay runs no Python"
-        hazard = Hazard("Python side effect", f"{path}.{name}", why, path, forward_line(module), _SIDE_EFFECT_WAY_OUT)
-        self._add(hazard, Site(self._calls.get(id(module), ())))
+        module = path if is_a(owner, torch.nn.Module) else ""
+        hazard = Hazard("Python side effect", f"{path}.{name}", why, module, forward_line(owner), _SIDE_EFFECT_WAY_OUT)
+        self._add(hazard, Site(self._calls.get(id(owner), ())))
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         if threading.get_ident() != self._thread:
             return
         if id(module) not in self._names:
+            self._strangers.append(module)
             self._names = paths_of({type(module).__name__: module}) | self._names
         self._stack.append(ModuleCall(module, self._names[id(module)]))
         if self.quiet:
@@ -231,9 +238,9 @@ def paths_of(roots: Mapping[str, torch.nn.Module]) -> dict[int, str]:
     return paths
 
 
-def forward_line(module: torch.nn.Module) -> str:
+def forward_line(owner: object) -> str:
     """``file:line in function`` of a module's ``forward``."""
-    forward = inspect.unwrap(type(module).forward)
+    forward = inspect.unwrap(type(owner).forward) if is_a(owner, torch.nn.Module) else None
     code = getattr(forward, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno} in forward" if code is not None else "unknown source line"
 

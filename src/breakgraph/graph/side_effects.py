@@ -1,11 +1,12 @@
-"""Which attributes of modules a call changed: state that is made on first use, and Python that a replay skips."""
+"""Which attributes of modules, and of objects around them, a call changed: state that is made on first use, and Python
+that a replay skips."""
 
 from __future__ import annotations
 
 import functools
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
@@ -14,13 +15,15 @@ from breakgraph.graph.eager_break import EagerBreak
 
 T = TypeVar("T")
 _CONTAINERS = (list, dict, set, deque)
+_FOREIGN = {"builtins", "functools", "types", "torch", "numpy", "logging", "threading", "breakgraph"}
+"""Packages whose objects change as they like: nothing that is captured depends on it."""
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 class Attribute(NamedTuple):
-    """One attribute, buffer or parameter of a module."""
+    """One attribute of a module or another object; of a module, also a buffer or parameter."""
 
-    module: torch.nn.Module
+    owner: object
     name: str
 
 
@@ -46,27 +49,32 @@ def _look_at(value: Any) -> _Seen:
     return _Seen(value, value.data_ptr() if type(value) in (torch.Tensor, torch.nn.Parameter) else None)
 
 
-def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, value in module.__dict__.items():
-        if name in _REGISTRIES:
+def _attributes(owner: object) -> Iterator[tuple[str, Any]]:
+    for name, value in list(object.__getattribute__(owner, "__dict__").items()):
+        if name in _REGISTRIES and is_a(owner, torch.nn.Module):
             yield from value.items()
         elif name != "forward" and not name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
             yield name, value
 
 
 class AttributeWatch:
-    """What the attributes of some modules hold, to be compared with what they hold later.
+    """What the attributes of some objects hold, to be compared with what they hold later.
 
     Args:
         roots: These modules and all below them.
+        holders: And these objects.
     """
 
-    def __init__(self, roots: Mapping[str, torch.nn.Module]) -> None:
-        found = {id(module): module for root in roots.values() for module in root.modules()}
-        self._modules = list(found.values())
+    def __init__(self, roots: Iterable[torch.nn.Module], holders: Iterable[object] = ()) -> None:
+        self._owners: dict[int, object] = {id(holder): holder for holder in holders}
         self._before: dict[Attribute, _Seen] = {}
         self._allowed: set[Attribute] = set()
+        self.add(roots)
         self.renew()
+
+    def add(self, roots: Iterable[torch.nn.Module]) -> None:
+        """Compare these modules and all below them too, from the next :meth:`renew` on."""
+        self._owners |= {id(module): module for root in roots for module in root.modules()}
 
     def renew(self) -> None:
         """Compare with what the attributes hold now."""
@@ -94,14 +102,24 @@ class AttributeWatch:
 
     def _look(self) -> dict[Attribute, _Seen]:
         return {
-            Attribute(module, name): _look_at(value) for module in self._modules for name, value in _attributes(module)
+            Attribute(owner, name): _look_at(value)
+            for owner in self._owners.values()
+            for name, value in _attributes(owner)
         }
 
 
-def reachable_modules(fn: object) -> dict[str, torch.nn.Module]:
-    """Modules that a function can be seen to use, under names for a person: itself, its owner, what it closes over, the
-    globals that its code names, and the same for functions found in this way."""
-    found: dict[int, torch.nn.Module] = {}
+class Reachable(NamedTuple):
+    """What a function can be seen to use: modules, under names for a person, and other objects with attributes."""
+
+    modules: dict[str, torch.nn.Module]
+    holders: list[object]
+
+
+def reachable(fn: object) -> Reachable:
+    """The function itself, its owner, what it closes over, the globals that its code names, and the same for functions
+    found in this way."""
+    modules: dict[int, torch.nn.Module] = {}
+    holders: list[object] = []
     visited: set[int] = set()
     waiting: list[object] = [fn]
     while waiting:
@@ -110,30 +128,53 @@ def reachable_modules(fn: object) -> dict[str, torch.nn.Module]:
             continue
         visited.add(id(item))
         waiting += _uses(item)
-        if _is_a(item, torch.nn.Module):
-            found[id(item)] = item
-    inner = {id(m) for module in found.values() for m in module.modules() if m is not module}
-    roots = [module for key, module in found.items() if key not in inner]
+        if is_a(item, torch.nn.Module):
+            modules[id(item)] = item
+        elif _is_holder(item):
+            holders.append(item)
+    return Reachable(named(outermost(modules.values())), holders)
+
+
+def outermost(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Those that lie in no other."""
+    modules = list(modules)
+    inner = {id(m) for module in modules for m in module.modules() if m is not module}
+    return [module for module in modules if id(module) not in inner]
+
+
+def named(roots: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """By names for a person."""
     return {_root_name(module, index, roots): module for index, module in enumerate(roots)}
+
+
+def _is_holder(item: object) -> bool:
+    """Whether it is an object of the user's, whose attributes a call may change."""
+    kind = type(item)
+    if kind.__module__.partition(".")[0] in _FOREIGN or issubclass(kind, (type, *_CONTAINERS)):
+        return False
+    try:
+        return isinstance(object.__getattribute__(item, "__dict__"), dict)
+    except Exception:  # no attributes, or a proxy with nothing behind it
+        return False
 
 
 def _uses(item: object) -> Sequence[object]:
     """What a function can be seen to use, itself no module. What a break uses runs as Python at every replay."""
-    if _is_a(item, torch.nn.Module) or _is_a(item, EagerBreak):
+    if is_a(item, torch.nn.Module) or is_a(item, EagerBreak):
         return ()
-    if _is_a(item, functools.partial):
+    if is_a(item, functools.partial):
         return [item.func, *item.args, *item.keywords.values()]
-    if _is_a(item, types.MethodType):
+    if is_a(item, types.MethodType):
         return [item.__self__, item.__func__]
-    if _is_a(item, types.FunctionType):
+    if is_a(item, types.FunctionType):
         filled = [cell.cell_contents for cell in item.__closure__ or () if _is_filled(cell)]
         return filled + [item.__globals__[name] for name in item.__code__.co_names if name in item.__globals__]
-    if (_is_a(item, tuple) or _is_a(item, list)) and len(item) < 100:
+    if (is_a(item, tuple) or is_a(item, list)) and len(item) < 100:
         return item
     return ()
 
 
-def _is_a(item: object, kind: type[T]) -> TypeGuard[T]:
+def is_a(item: object, kind: type[T]) -> TypeGuard[T]:
     """By its type alone: proxies for what is not there yet fail when `isinstance` asks them."""
     return issubclass(type(item), kind)
 
@@ -145,6 +186,6 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def _root_name(module: torch.nn.Module, index: int, roots: list[torch.nn.Module]) -> str:
+def _root_name(module: torch.nn.Module, index: int, roots: Sequence[torch.nn.Module]) -> str:
     name = type(module).__name__
     return name if sum(type(other) is type(module) for other in roots) == 1 else f"{name}[{index}]"

@@ -15,7 +15,7 @@ from breakgraph.graph.eager_break import BreakSpec, EagerBreak, active, is_break
 from breakgraph.graph.hazard_scan import HazardScan, ScanResult, Site, forward_line, paths_of
 from breakgraph.graph.hazards import Hazard, OnHazard
 from breakgraph.graph.pretence import as_if_capturing
-from breakgraph.graph.side_effects import Attribute, AttributeWatch, reachable_modules
+from breakgraph.graph.side_effects import Attribute, AttributeWatch, Reachable, named, reachable
 from breakgraph.graph.tree import Tree
 
 
@@ -185,8 +185,8 @@ def warm_up(
         HazardError: there are hazards, and ``on_hazard`` is "raise", or is "break" and no break is possible.
     """
     warm = WarmUp(device, breaks)
-    roots = {} if on_hazard is None else reachable_modules(fn)
-    attributes = AttributeWatch(roots)
+    roots, holders = Reachable({}, []) if on_hazard is None else reachable(fn)
+    attributes = AttributeWatch(roots.values(), holders)
     outputs: Tree = None
     for _ in range(runs):
         outputs = warm.run(fn)
@@ -195,11 +195,18 @@ def warm_up(
         return Warmed(outputs, warm.constants, ())
     own = attributes.changed()
     first_use = _first_use_notes(own, roots)
+    is_known = False
     while True:
         scan = HazardScan(device, roots, attributes)
         outputs = warm.run(fn, scan)
         restore()
         found = scan.result()
+        strangers = [] if is_known else scan.strangers()
+        if strangers:
+            # Held by objects that are not looked into: from now on they are watched like the others.
+            roots, is_known = named([*roots.values(), *strangers]), True
+            attributes.add(strangers)
+            continue
         if not found.report.blocking or on_hazard == "warn":
             break
         obstacles = made.make(found) if on_hazard == "break" else []
@@ -214,8 +221,9 @@ def _first_use_notes(own: Iterable[Attribute], roots: dict[str, torch.nn.Module]
     """What the first run left on modules: harmless, since it lies outside the pool and is there by now."""
     paths = paths_of(roots)
     notes = []
-    for module, name in own:
-        path = paths[id(module)]
+    for owner, name in own:
+        path = paths.get(id(owner), "")
+        what = f"{path or type(owner).__name__}.{name}"
         why = "was set by the first call, and captures use what it holds"
-        notes.append(str(Hazard("first-use state", f"{path}.{name}", why, path, forward_line(module), "", False)))
+        notes.append(str(Hazard("first-use state", what, why, path, forward_line(owner), "", False)))
     return tuple(notes)

@@ -394,3 +394,54 @@ def test_what_a_function_names_is_not_asked_what_it_is(device: torch.device) -> 
 
     with torch.no_grad(), breakgraph.capture(fn, x) as captured:
         assert torch.equal(captured.replay(), x + 1)
+
+
+class Pipeline:
+    """No module, but it holds one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.stages = {"only": [model]}
+        self.num_calls = 0
+
+    def counting(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return x * self.num_calls
+
+    def plain(self, x: Tensor) -> Tensor:
+        return self.stages["only"][0](x)
+
+    __call__ = plain
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return self.inner(x) * self.num_calls
+
+
+@pytest.mark.parametrize(("fn", "what"), [
+    (lambda pipeline: pipeline.plain, r"Counting\.num_calls"), (lambda pipeline: pipeline, r"Counting\.num_calls"),
+    (lambda pipeline: lambda x: pipeline.plain(x), r"Counting\.num_calls"),
+    (lambda pipeline: pipeline.counting, r"Pipeline\.num_calls"),
+    (lambda pipeline: lambda x: pipeline.counting(x), r"Pipeline\.num_calls"),
+])  # fmt: skip
+def test_side_effects_are_seen_however_a_model_is_held(
+    fn: Callable[[Pipeline], Callable[[Tensor], Tensor]], what: str, device: torch.device
+) -> None:
+    pipeline = Pipeline(Counting().to(device))
+    with torch.no_grad(), pytest.raises(HazardError, match=f"1 hazard|^{what}") as failure:
+        breakgraph.capture(fn(pipeline), torch.randn(2, 4, device=device))
+    (hazard,) = failure.value.report.hazards
+    assert hazard.kind == "Python side effect"
+    assert hazard.what == what.replace("\\", "")
+
+
+def test_a_model_that_a_pipeline_holds_is_captured(device: torch.device) -> None:
+    pipeline, x = Pipeline(nn.Linear(4, 4).to(device)), torch.randn(2, 4, device=device)
+    with torch.no_grad(), breakgraph.capture(pipeline, x, verify=True) as captured:
+        assert torch.equal(captured.replay(), pipeline(x))
