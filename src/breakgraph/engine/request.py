@@ -75,6 +75,7 @@ class Request:
     @property
     def num_pending_tokens(self) -> int:
         """Known tokens whose KV is still to be computed; 1 while decoding."""
+        # `num_tokens` spelled out: each row of a step is asked several times.
         return len(self.prompt_token_ids) + len(self.output_token_ids) - self.num_computed_tokens
 
     @property

@@ -10,7 +10,16 @@ import torch
 from breakgraph.errors import BreakResultError, ResultMismatchError
 from breakgraph.graph.device import Pool
 from breakgraph.graph.eager_break import BreakSpec
-from breakgraph.graph.tree import Tree, describe, is_constant, tree_leaves, tree_map, tree_structure
+from breakgraph.graph.tree import (
+    Tree,
+    describe,
+    is_constant,
+    is_scattered,
+    layout_of,
+    tree_leaves,
+    tree_map,
+    tree_structure,
+)
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -176,6 +185,10 @@ class ResultStore:
         self._leaves: list[ResultLeaf] = []
         fresh: dict[tuple[Any, ...], tuple[torch.Tensor, BoundaryBuffer]] = {}
         for path, leaf in tree_leaves(result, f"{spec.name} result"):
+            if isinstance(leaf, torch.Tensor) and is_scattered(leaf):
+                raise BreakResultError(
+                    f"{path} is a {layout_of(leaf)} tensor, whose memory a plan cannot hold; return to_dense() of it"
+                )
             source = _matching_argument(leaf, path, arguments, mutated)
             self._sources.append(source)
             if source >= 0:

@@ -22,7 +22,7 @@ from breakgraph.graph.op_facts import OpTable
 from breakgraph.graph.outputs import copy_into
 from breakgraph.graph.plan import EagerStep, GraphStep
 from breakgraph.graph.refusals import HOST_SYNC, Fault, HostReadGuard, applies_functions, source_line
-from breakgraph.graph.tree import Tree, describe, is_constant, tree_leaves, tree_map
+from breakgraph.graph.tree import Tree, describe, is_constant, is_scattered, layout_of, tree_leaves, tree_map
 
 
 class _FirstRun(TorchDispatchMode):
@@ -68,7 +68,7 @@ class _FirstRun(TorchDispatchMode):
 
 def _dense(*values: Any) -> list[torch.Tensor]:
     """The tensors that are one piece of memory."""
-    return [tensor for tensor in tensors_in(*values) if tensor.layout is torch.strided]
+    return [tensor for tensor in tensors_in(*values) if not is_scattered(tensor)]
 
 
 class CaptureBuilder:
@@ -232,6 +232,11 @@ class CaptureBuilder:
         return EagerStep(self._device, self._pool, spec, fn, given, named, tensors, mutated)
 
     def _bind_tensor(self, tensor: torch.Tensor, path: str, spec: BreakSpec) -> torch.Tensor:
+        if is_scattered(tensor):
+            raise BreakArgumentError(
+                f"argument {path} of break {spec.name} is a {layout_of(tensor)} tensor, whose memory a plan cannot "
+                "hold; read it inside the break, from an object that keeps it"
+            )
         storage = tensor.untyped_storage()
         self._check_storage(storage)
         if self._pool.owns(storage.data_ptr()):

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from breakgraph.errors import UnwrittenReadError
 from breakgraph.graph.device import Block, Pool
 from breakgraph.graph.packing import SMALL_BYTES, segment_bytes
+from breakgraph.graph.tree import is_scattered
 
 _ALIGNMENT = 512
 _SMALL_ARENA = 2 << 20
@@ -169,7 +170,7 @@ class CpuPool(Pool):
 
     def span(self, tensor: torch.Tensor) -> Span | None:
         """The pool bytes of ``tensor``; None when it lies elsewhere, in several pieces, or is empty."""
-        if tensor.layout is not torch.strided or tensor.numel() == 0:
+        if is_scattered(tensor) or tensor.numel() == 0:
             return None
         address = tensor.data_ptr()
         arena = self._arena(address)

@@ -149,8 +149,8 @@ class Fingerprint:
         moded = _with_modes([index.chain(owner) for owner in owners])
         # Modules of TorchScript keep their flag elsewhere, and are asked.
         self._scripted = [module for module in moded if "training" not in module.__dict__]
-        self._moded = [module for module in moded if "training" in module.__dict__] + self._scripted
-        self._attributes = [module.__dict__ for module in self._moded[: len(moded) - len(self._scripted)]]
+        plain = [module for module in moded if "training" in module.__dict__]
+        self._moded, self._attributes = plain + self._scripted, [module.__dict__ for module in plain]
         self._flags = self._modes()
 
     def check(self) -> None:

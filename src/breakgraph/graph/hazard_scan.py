@@ -23,7 +23,7 @@ from breakgraph.graph.hazards import Hazard, HazardReport
 from breakgraph.graph.live import Live
 from breakgraph.graph.refusals import WAY_OUT, Fault, form_fault, is_user_file, op_fault, source_line
 from breakgraph.graph.side_effects import Attribute, AttributeWatch, is_a, outermost
-from breakgraph.graph.tree import is_constant, tree_leaves
+from breakgraph.graph.tree import is_constant, is_scattered, layout_of, tree_leaves
 
 _WARM_UP = str(Path(__file__).with_name("warm_up.py"))  # whose frames are around the captured function
 _GENERATOR_WAY_OUT = "use the device's default generator (torch.manual_seed), or draw in an eager break"
@@ -251,11 +251,11 @@ def _obstacle(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> str |
         if not isinstance(leaf, torch.Tensor | torch.nn.Module | torch.Size | Live) and not is_constant(leaf):
             return f"{path} is a {type(leaf).__name__}"
     tensors = [t for _, t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    given = {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
+    given = {t.untyped_storage()._cdata for t in tensors if not is_scattered(t)}
     for path, leaf in tree_leaves(result, "its result"):
         if isinstance(leaf, torch.Tensor):
-            if leaf.layout is not torch.strided:
-                return f"{path} is a {str(leaf.layout)[6:]} tensor"
+            if is_scattered(leaf):
+                return f"{path} is a {layout_of(leaf)} tensor"
             if leaf.untyped_storage()._cdata in given:
                 return f"{path} shares memory with an argument"
         elif isinstance(leaf, bool | int | float | complex):

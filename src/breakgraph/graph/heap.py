@@ -27,7 +27,7 @@ def all_modules(fn: object = None) -> list[torch.nn.Module]:
     """Those alive, garbage included.
 
     Where something was frozen since the last time, whatever can be reached from imported modules and from objects that
-    are not frozen is walked once, which takes seconds in a large process.
+    are not frozen is walked once, which takes a while in a large process.
 
     Args:
         fn: Frozen modules that it uses are found too, though nobody but a local variable may hold it.
@@ -82,5 +82,5 @@ def _module_types() -> set[type]:
 
 
 def _of_types(objects: Sequence[Any], kinds: set[type]) -> list[Any]:
-    """Without a step of Python for each object: there are a million."""
+    """Without a step of Python for each object: there are hundreds of thousands."""
     return list(compress(objects, map(kinds.__contains__, map(type, objects))))

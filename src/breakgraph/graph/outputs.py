@@ -8,7 +8,7 @@ import torch
 
 from breakgraph.errors import CaptureError
 from breakgraph.graph.boundary import overlaps_itself
-from breakgraph.graph.tree import Tree, describe, tree_leaves, tree_map, tree_structure
+from breakgraph.graph.tree import Tree, describe, is_scattered, layout_of, tree_leaves, tree_map, tree_structure
 
 _ALIGNMENT = 512
 
@@ -47,6 +47,8 @@ class OutputBuffer:
                 continue
             if leaf.device != self._device:
                 raise CaptureError(f"{path} is on {leaf.device}, the capture on {self._device}; return device tensors")
+            if is_scattered(leaf):
+                raise CaptureError(f"{path} is a {layout_of(leaf)} tensor; return to_dense() of it")
             like = torch.empty_like(leaf, device="meta") if not overlaps_itself(leaf) else leaf.to("meta").contiguous()
             places.append((like, end))
             end += -(-like.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT

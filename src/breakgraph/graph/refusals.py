@@ -20,6 +20,7 @@ import torch
 from breakgraph.errors import UncapturableOpError
 from breakgraph.graph.effects import tensors_in
 from breakgraph.graph.pretence import OnlyLooks
+from breakgraph.graph.tree import is_scattered, layout_of
 
 _OWN_FOLDER = str(Path(__file__).parent)
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
@@ -63,7 +64,7 @@ class Fault(NamedTuple):
 
 
 HOST_SYNC, SHAPE, COPY, MOVE = "host sync", "data-dependent shape", "pageable copy", "moved storage"
-FORM = "form"
+FUNCTIONS, LAYOUT = "higher-order operator", "tensor layout"
 Operator = torch._ops.OpOverload | torch._ops.HigherOrderOperator
 
 
@@ -133,10 +134,11 @@ def op_fault(func: torch._ops.OpOverload, args: Sequence[Any]) -> Fault | None:
 def form_fault(func: Operator, given: Sequence[torch.Tensor]) -> Fault | None:
     """What is wrong with an operator on functions, or on tensors that are not one piece of memory."""
     if applies_functions(func):
-        return Fault(FORM, f"{func}()", "applies functions, and only a compiler can put what of them runs into a graph")
-    layout = next((tensor.layout for tensor in given if tensor.layout is not torch.strided), None)
-    if layout is not None:
-        return Fault(FORM, f"{func} on a {str(layout)[6:]} tensor", "uses memory that a plan cannot hold")
+        why = "applies functions, and only a compiler can put what of them runs into a graph"
+        return Fault(FUNCTIONS, f"{func}()", why)
+    scattered = next(filter(is_scattered, given), None)
+    if scattered is not None:
+        return Fault(LAYOUT, f"{func} on a {layout_of(scattered)} tensor", "uses memory that a plan cannot hold")
     return None
 
 

@@ -28,6 +28,16 @@ def is_constant(leaf: object) -> bool:
     return isinstance(leaf, _CONSTANTS)
 
 
+def is_scattered(tensor: torch.Tensor) -> bool:
+    """Whether it is not one piece of memory: sparse tensors are not."""
+    return tensor.layout is not torch.strided
+
+
+def layout_of(tensor: torch.Tensor) -> str:
+    """For a person: ``sparse_coo``, say."""
+    return str(tensor.layout).removeprefix("torch.")
+
+
 def _children(node: Tree) -> list[tuple[str, Tree]] | None:
     if isinstance(node, torch.Size):
         return None

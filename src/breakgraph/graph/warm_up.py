@@ -175,7 +175,8 @@ def warm_up(
     runs: int,
     on_hazard: OnHazard | None,
 ) -> Warmed:
-    """Run ``fn`` eagerly ``runs`` times, and once more under watch unless ``on_hazard`` is None.
+    """Run ``fn`` eagerly ``runs`` times, and once more under watch unless ``on_hazard`` is None; again where that
+    showed modules which nobody was seen to hold, and after breaks were made.
 
     Args:
         made: Where breaks are kept that ``on_hazard="break"`` makes.

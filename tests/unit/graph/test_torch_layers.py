@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import breakgraph
-from breakgraph.errors import HazardError, StalePlanError, UncapturableOpError
+from breakgraph.errors import (
+    BreakArgumentError,
+    BreakResultError,
+    CaptureError,
+    HazardError,
+    StalePlanError,
+    UncapturableOpError,
+)
 from breakgraph.graph import Plan, PlanFamily
 
 ROWS, SIGNAL, IMAGE, VOLUME = (3, 8), (2, 4, 16), (2, 4, 8, 8), (1, 2, 4, 4, 4)
@@ -197,3 +204,16 @@ def test_what_only_a_break_can_hold_is_named(device: torch.device) -> None:
     with torch.no_grad(), breakgraph.capture(lambda x: pick(x + 1) * 2, x, verify=True) as captured:
         x.normal_()
         assert torch.equal(captured.replay(), with_sparse(x))
+
+
+def test_a_sparse_tensor_crosses_no_edge_of_a_break_or_plan(device: torch.device) -> None:
+    x, picks = torch.randn(3, 3, device=device), torch.eye(3, device=device).to_sparse()
+    given = breakgraph.eager_on_graph(lambda picks, x: torch.sparse.mm(picks, x))
+    returned = breakgraph.eager_on_graph(lambda x: x.to_sparse())
+    for fn, error, message in (
+        (lambda: given(picks, x + 1), BreakArgumentError, "argument picks of break .* is a sparse_coo tensor"),
+        (lambda: returned(x + 1).to_dense(), BreakResultError, "result.* is a sparse_coo tensor"),
+        (lambda: (x + 1, picks), CaptureError, r"output\[1\] is a sparse_coo tensor; return to_dense"),
+    ):
+        with torch.no_grad(), PlanFamily(device) as family, pytest.raises(error, match=message):
+            family.capture(fn)

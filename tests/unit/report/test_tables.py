@@ -116,3 +116,13 @@ def test_facts_name_command_versions_and_what_is_left_out() -> None:
     assert known["versions"] == "breakgraph 0.1.0, torch 2.11.0, Python 3.12.3"
     assert known["excluded"] == "sampling"
     assert heading(capture_result(emulated=True)) == "example, bfloat16, Example device (emulated: claims no speed)"
+
+
+def test_kernels_are_details() -> None:
+    params = {"tokens": 8, "backend": "full", "kernel": "gemm"}
+    metrics = {"time": Metric(value=2.5, unit="ms"), "calls": Metric(value=36, unit="count")}
+    rows = [Row(name="kernel", params={**params, "kernel": name}, metrics=metrics) for name in ("gemm", "norm")]
+    table = by_title(tables(result(prefill_row("full", 8, 1.0), *rows)))["kernels of one step"]
+    assert table.details
+    assert table.columns == ("kernel", "time, ms", "calls")
+    assert table.rows == (("gemm", "2.5", "36"), ("norm", "2.5", "36"))
