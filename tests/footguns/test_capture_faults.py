@@ -112,9 +112,10 @@ def test_f31_any_grad_mode_at_capture_and_at_replay(device: torch.device, captur
         (lambda x: x.tolist(), "tolist"),
         (lambda x: x[x > 0], "index|nonzero"),
         (lambda x: x.cpu(), "cpu|copy|to"),
-        (lambda x: bool(x.any()), "_local_scalar_dense"),
+        (lambda x: torch.linalg.solve(torch.eye(4, device=x.device), x), "_linalg_check_errors"),
+        (lambda x: "some" if x.any() else "none", "_local_scalar_dense|data-dependent branching"),
     ],
-    ids=["item", "tolist", "mask", "cpu", "bool"],
+    ids=["item", "tolist", "mask", "cpu", "solve", "bool"],
 )
 def test_f25_what_waits_for_the_device_is_named_with_its_line_and_works_in_a_break(
     device: torch.device, family: PlanFamily, read: Callable[[Tensor], object], named: str

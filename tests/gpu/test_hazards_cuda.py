@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import breakgraph
-from breakgraph.errors import HazardError, StalePlanError
+from breakgraph.errors import HazardError, StalePlanError, UncapturableOpError
 from breakgraph.graph import audit
 
 
@@ -24,6 +24,18 @@ def to_the_host(x: Tensor) -> Tensor:
 
 def cpu_random(x: Tensor) -> Tensor:
     return x * torch.rand(()).item()
+
+
+def test_f25_what_torch_refuses_inside_of_an_operator_is_named_and_harms_nobody() -> None:
+    """In float32 torch multiplies one group after the other, and reads on the host where each ends."""
+    x, weight = torch.randn(4, 4, device="cuda"), torch.ones(1, 4, 4, device="cuda")
+    ends = torch.full((1,), 4, dtype=torch.int32, device="cuda")
+    with torch.no_grad():
+        with pytest.raises(UncapturableOpError, match=r"grouped_mm.* waits .*test_hazards_cuda\.py"):
+            breakgraph.capture(lambda x: nn.functional.grouped_mm(x * 2, weight, offs=ends), x)
+        with breakgraph.capture(lambda x: x * 2 @ weight[0], x) as graph:
+            x.normal_()
+            assert torch.equal(graph.replay(), x * 2 @ weight[0])
 
 
 @pytest.mark.parametrize(

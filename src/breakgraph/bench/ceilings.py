@@ -13,6 +13,7 @@ import torch
 
 from breakgraph.bench.result import Metric, Row
 from breakgraph.bench.timing import gpu_ms
+from breakgraph.errors import ConfigError
 
 if TYPE_CHECKING:
     from breakgraph.attention import LayerAttention
@@ -58,9 +59,19 @@ class Work:
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Copies of 1 to 4 GiB and square products, random values; the best of each. Takes up to 8 GiB."""
+    """Copies of 1 to 4 GiB and square products, random values; the best of each. Takes up to 8 GiB.
+
+    Raises:
+        ConfigError: the smallest copy takes more than half of the memory that is free.
+    """
     copies, products = [], []
+    torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]
+    if 2 * (_COPY_GIB[0] << 30) > free // 2:
+        raise ConfigError(
+            f"ceilings are measured with at least {4 * _COPY_GIB[0]} GiB free on {device}, {free / 2**30:.1f} GiB are; "
+            "stop what else runs there"
+        )
     for gib in _COPY_GIB:
         if 2 * (gib << 30) > free // 2:
             continue

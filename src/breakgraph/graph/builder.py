@@ -92,7 +92,7 @@ class CaptureBuilder:
         self._pending: EagerStep | None = None
         self._failure: BaseException | None = None
         self._made_in_breaks: dict[int, tuple[StorageWeakRef, str]] = {}
-        self._ops = OpTable()
+        self._ops = OpTable(device.torch_device.type)
         self._older: list[Block] = pool.live_blocks()
         self._session: CaptureSession = device.open_capture(pool, stream, self._check_storage)
 

@@ -22,7 +22,8 @@ from breakgraph.graph.cpu_pool import CpuPool
 from breakgraph.graph.cpu_record import Allocation, CpuRecorder, Entry, is_host, map_tensors, tag_host, tagged
 from breakgraph.graph.cpu_words import describe_entry
 from breakgraph.graph.device import CaptureSession, Device, Peak, Pool, RecordedCall, Segment
-from breakgraph.graph.effects import allocates_only, reads_and_writes
+from breakgraph.graph.effects import reads_and_writes
+from breakgraph.graph.op_facts import OpTable, parts_of
 from breakgraph.graph.pretence import as_if_capturing
 from breakgraph.graph.refusals import Fault, HostReadGuard, applies_functions, cpu_transfer_fault, refuse
 
@@ -153,16 +154,17 @@ class _BreakWatch(TorchDispatchMode):
         super().__init__()
         self._pool = pool
         self._writable = {t.untyped_storage().data_ptr() for t in writable}
+        self._ops = OpTable("cpu")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if applies_functions(func):
             return func(*args, **kwargs)
-        with self:
-            decomposed = func.decompose(*args, **kwargs)
-        if decomposed is not NotImplemented:
-            return decomposed
-        if func.is_view or allocates_only(func) or torch.Tag.inplace_view in func.tags:
+        facts = self._ops[func]
+        if facts.is_composite:
+            with self:
+                return parts_of(func, args, kwargs)
+        if facts.is_view or facts.allocates_only:
             return func(*args, **kwargs)
         reads, writes = reads_and_writes(func, args, kwargs)
         for tensor in reads:

@@ -13,7 +13,7 @@ from breakgraph.errors import UncapturableOpError
 from breakgraph.graph.boundary import with_bits_of
 from breakgraph.graph.cpu_pool import CpuPool, Span
 from breakgraph.graph.effects import reads_and_writes, tensors_in
-from breakgraph.graph.op_facts import OpTable
+from breakgraph.graph.op_facts import OpTable, parts_of
 from breakgraph.graph.refusals import cpu_transfer_fault, form_fault, op_fault, refuse
 
 _HOST_TAG = "_breakgraph_host"
@@ -120,9 +120,9 @@ Entry = TapeEntry | CompiledEntry | Allocation
 
 
 _UNLIKE_META = (
-    torch.ops.aten.convolution.default, torch.ops.aten._native_batch_norm_legit_no_training.default,
-    torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default,
-    torch.ops.aten._linalg_svd.default,
+    torch.ops.aten.convolution.default, torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten._native_batch_norm_legit_no_training.default, torch.ops.aten._embedding_bag.default,
+    torch.ops.aten._embedding_bag_forward_only.default, torch.ops.aten._linalg_svd.default,
 )  # fmt: skip
 """Operators whose results on a CPU lie otherwise in memory than those of their meta kernels, so that what reads them
 rounds otherwise, or leave out what only a backward pass needs."""
@@ -185,7 +185,7 @@ class CpuRecorder(TorchDispatchMode):
         self.pins: dict[int, torch.UntypedStorage] = {}
         self._check_storage = check_storage
         self._aliases: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._ops = OpTable()
+        self._ops = OpTable("cpu")
 
     def start(self) -> None:
         """Open a segment."""
@@ -205,11 +205,9 @@ class CpuRecorder(TorchDispatchMode):
         if fault is not None:
             refuse(fault)
         facts = self._ops[func]
-        if facts.may_decompose:
+        if facts.is_composite:
             with self:
-                decomposed = func.decompose(*args, **kwargs)
-            if decomposed is not NotImplemented:
-                return decomposed
+                return parts_of(func, args, kwargs)
         fault = op_fault(func, args) or cpu_transfer_fault(func, given, is_host)
         if fault is not None:
             refuse(fault)

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from breakgraph.graph.effects import tensors_in
-from breakgraph.graph.op_facts import OpTable
-from breakgraph.graph.refusals import cuda_transfer_fault, form_fault, op_fault, refuse
+from breakgraph.graph.op_facts import OpTable, parts_of
+from breakgraph.graph.refusals import cuda_transfer_fault, form_fault, inner_wait, is_forbidden, op_fault, refuse
 
 
 class CudaRecorder(TorchDispatchMode):
@@ -34,7 +34,7 @@ class CudaRecorder(TorchDispatchMode):
         self._device_index, self._raw_stream = stream.device.index, stream.cuda_stream
         self._check_storage = check_storage
         self._produced: set[int] = set()
-        self._ops = OpTable()
+        self._ops = OpTable("cuda")
 
     def start(self) -> None:
         """Open a segment."""
@@ -76,16 +76,19 @@ class CudaRecorder(TorchDispatchMode):
         if fault is not None:
             refuse(fault)
         facts = self._ops[func]
-        if facts.may_decompose:
+        if facts.is_composite:
             with self:
-                decomposed = func.decompose(*args, **kwargs)
-            if decomposed is not NotImplemented:
-                return decomposed
+                return parts_of(func, args, kwargs)
         if facts.is_suspect:
             fault = op_fault(func, args) or cuda_transfer_fault(func, args, kwargs, given)
             if fault is not None:
                 refuse(fault)
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except RuntimeError as error:
+            if is_forbidden(error):
+                refuse(inner_wait(func), error)
+            raise
         addresses = self.note_reads(given)
         made = [t for t in tensors_in(out) if t.untyped_storage().data_ptr() not in addresses]
         has_made = bool(made) and self.note_made(made)

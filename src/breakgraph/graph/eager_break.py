@@ -161,7 +161,7 @@ def _call(spec: BreakSpec, fn: Callable[..., Tree], args: tuple[Any, ...], kwarg
 
 
 class EagerBreak:
-    """A marked function or method. Calling it outside a breakable capture, or inside another break, just runs it."""
+    """A marked call. Calling it outside a breakable capture, or inside another break, just runs it."""
 
     def __init__(
         self,
@@ -184,10 +184,18 @@ class EagerBreak:
         self.fn = fn
         shown = name or getattr(fn, "__qualname__", repr(fn)).replace("<locals>.", "")
         self.spec = BreakSpec(shown, tuple(mutates), valid_rows, row_dim, signature, always, reason)
-        self._method_spec: BreakSpec | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tree:
         return _call(self.spec, self.fn, args, kwargs)
+
+
+class MarkedFunction(EagerBreak):
+    """One that becomes a method where it is an attribute of a class.
+
+    In the place of a module's ``forward`` stands none: Dynamo of torch 2.11 binds what it finds on an instance too.
+    """
+
+    _method_spec: BreakSpec | None = None
 
     def __get__(self, instance: object, owner: type | None = None) -> EagerBreak | _MethodBreak:
         if instance is None:
@@ -217,13 +225,13 @@ def is_break(fn: object) -> bool:
 
 
 @overload
-def eager_on_graph(fn: Callable[..., Tree]) -> EagerBreak: ...
+def eager_on_graph(fn: Callable[..., Tree]) -> MarkedFunction: ...
 
 
 @overload
 def eager_on_graph(
     *, mutates: Sequence[str] = (), valid_rows: Callable[[], int] | None = None, row_dim: int = 0
-) -> Callable[[Callable[..., Tree]], EagerBreak]: ...
+) -> Callable[[Callable[..., Tree]], MarkedFunction]: ...
 
 
 def eager_on_graph(
@@ -232,7 +240,7 @@ def eager_on_graph(
     mutates: Sequence[str] = (),
     valid_rows: Callable[[], int] | None = None,
     row_dim: int = 0,
-) -> EagerBreak | Callable[[Callable[..., Tree]], EagerBreak]:
+) -> MarkedFunction | Callable[[Callable[..., Tree]], MarkedFunction]:
     """Mark a function or method as an eager break.
 
     Args:
@@ -246,7 +254,7 @@ def eager_on_graph(
     Raises:
         UnknownNameError: ``mutates`` names no parameter.
     """
-    mark = functools.partial(EagerBreak, mutates=mutates, valid_rows=valid_rows, row_dim=row_dim)
+    mark = functools.partial(MarkedFunction, mutates=mutates, valid_rows=valid_rows, row_dim=row_dim)
     return mark if fn is None else mark(fn)
 
 

@@ -21,6 +21,7 @@ from breakgraph.graph.device import Device
 from breakgraph.graph.effects import allocates_only, tensors_in
 from breakgraph.graph.hazards import Hazard, HazardReport
 from breakgraph.graph.live import Live
+from breakgraph.graph.op_facts import OpTable, parts_of
 from breakgraph.graph.refusals import WAY_OUT, Fault, form_fault, is_user_file, op_fault, source_line
 from breakgraph.graph.side_effects import Attribute, AttributeWatch, is_a, outermost
 from breakgraph.graph.tree import is_constant, is_scattered, layout_of, tree_leaves
@@ -177,7 +178,9 @@ class HazardScan:
             self._in_break_only.discard(id(module))
             self._calls.setdefault(id(module), tuple(self._stack))
 
-    def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    def _leave(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
+        """A hook with keyword arguments, which torch leaves out when the module raises."""
+        kwargs, result = rest if len(rest) == 2 else ({}, *rest)
         if threading.get_ident() != self._thread:
             return
         while self._stack and self._stack.pop().module is not module:
@@ -195,6 +198,7 @@ class _Operators(TorchDispatchMode):
     def __init__(self, scan: HazardScan) -> None:
         super().__init__()
         self._scan = scan
+        self._ops = OpTable(scan.device.torch_device.type)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         scan, kwargs = self._scan, kwargs or {}
@@ -204,10 +208,9 @@ class _Operators(TorchDispatchMode):
             scan.note(fault)
             with scan.silence():
                 return func(*args, **kwargs)
-        with self:
-            decomposed = func.decompose(*args, **kwargs)
-        if decomposed is not NotImplemented:
-            return decomposed
+        if self._ops[func].is_composite:
+            with self:
+                return parts_of(func, args, kwargs)
         if not scan.quiet:
             fault = op_fault(func, args) or scan.device.transfer_fault(func, args, kwargs, given)
             if fault is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,10 +13,10 @@ from breakgraph.graph.refusals import is_suspect
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """Of one operator, whatever its arguments.
+    """Of one operator on one kind of device, whatever its arguments.
 
     Attributes:
-        may_decompose: Whether ``decompose()`` gives something: it is made of other operators.
+        is_composite: Whether it runs as other operators there, see :func:`parts_of`: torch has no kernel for it.
         is_suspect: Whether a refusal is possible, see :func:`is_suspect`.
         is_view: Whether it only shows its argument's memory in another way, in place or not.
         allocates_only: See :func:`allocates_only`.
@@ -24,7 +25,7 @@ class OpFacts:
         reads_host: Whether it reads a device value on the host.
     """
 
-    may_decompose: bool
+    is_composite: bool
     is_suspect: bool
     is_view: bool
     allocates_only: bool
@@ -33,12 +34,13 @@ class OpFacts:
     reads_host: bool
 
     @classmethod
-    def of(cls, func: torch._ops.OpOverload) -> OpFacts:
+    def of(cls, func: torch._ops.OpOverload, device_type: str) -> OpFacts:
         """Ask the operator."""
         tags = func.tags
+        own_kernel = "CUDA" if device_type == "cuda" else "CPU"
         only_allocates = allocates_only(func)
         return cls(
-            may_decompose=func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd),
+            is_composite=_has_kernel(func, "CompositeImplicitAutograd") and not _has_kernel(func, own_kernel),
             is_suspect=is_suspect(func),
             is_view=func.is_view or torch.Tag.inplace_view in tags,
             allocates_only=only_allocates,
@@ -48,9 +50,24 @@ class OpFacts:
         )
 
 
+def _has_kernel(func: torch._ops.OpOverload, key: str) -> bool:
+    """Of torch's dispatcher. Decompositions in Python, which compilers use, round otherwise than its kernels."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+def parts_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a composite operator, by those that it is made of: the dispatcher shows it whole in inference mode
+    only."""
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
 class OpTable(dict[torch._ops.OpOverload, OpFacts]):
     """Facts by operator, found when first asked for. Belongs to one capture: kernels may be registered after it."""
 
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
+
     def __missing__(self, func: torch._ops.OpOverload) -> OpFacts:
-        facts = self[func] = OpFacts.of(func)
+        facts = self[func] = OpFacts.of(func, self._device_type)
         return facts

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from breakgraph.errors import UncapturableOpError
+from breakgraph.errors import CaptureError, UncapturableOpError
 from breakgraph.graph.effects import tensors_in
 from breakgraph.graph.pretence import OnlyLooks
 from breakgraph.graph.tree import is_scattered, layout_of
@@ -68,13 +68,14 @@ FUNCTIONS, LAYOUT = "higher-order operator", "tensor layout"
 Operator = torch._ops.OpOverload | torch._ops.HigherOrderOperator
 
 
-def refuse(fault: Fault) -> NoReturn:
+def refuse(fault: Fault, cause: BaseException | None = None) -> NoReturn:
     """Raise for one operation.
 
     Raises:
         UncapturableOpError: always.
     """
-    raise UncapturableOpError(f"{fault.what} cannot be captured: it {fault.why} ({source_line()}); {WAY_OUT}")
+    said = f"{fault.what} cannot be captured: it {fault.why} ({source_line()}); {WAY_OUT}"
+    raise UncapturableOpError(said) from cause
 
 
 def _has_bool_index(args: Sequence[Any]) -> bool:
@@ -100,7 +101,8 @@ _PUTS = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _MOVES_STORAGE = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 _TRANSFERS = {"aten::copy_", "aten::_to_copy"}
 _NESTS = {"aten::_nested_tensor_from_mask", "aten::_nested_tensor_from_mask_left_aligned"}
-"""Read the mask, and no tag says so."""
+_CHECKS = {"aten::_linalg_check_errors"}
+"""Both read values on the host, and no tag says so."""
 
 
 def applies_functions(func: Operator) -> bool:
@@ -111,7 +113,7 @@ def applies_functions(func: Operator) -> bool:
 def is_suspect(func: torch._ops.OpOverload) -> bool:
     """Whether :func:`op_fault` or :func:`cuda_transfer_fault` can find something; else neither need be asked."""
     depends_on_data = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    named = _INDEXING | _MOVES_STORAGE | _TRANSFERS | _NESTS
+    named = _INDEXING | _MOVES_STORAGE | _TRANSFERS | _NESTS | _CHECKS
     return func._schema.name in named or not depends_on_data.isdisjoint(func.tags)
 
 
@@ -122,13 +124,31 @@ def op_fault(func: torch._ops.OpOverload, args: Sequence[Any]) -> Fault | None:
         if _has_bool_index(args) and not _fills_by_mask(name, args):
             return Fault(SHAPE, f"{func} with a boolean mask", "has a result whose shape depends on data")
         return None
-    if torch.Tag.data_dependent_output in func.tags:
+    if torch.Tag.data_dependent_output in func.tags or name in _CHECKS:
         return Fault(HOST_SYNC, str(func), "reads a device value on the host, which waits for the device")
     if torch.Tag.dynamic_output_shape in func.tags or name in _NESTS:
         return Fault(SHAPE, str(func), "has a result whose shape depends on data")
-    if name in _MOVES_STORAGE:
+    if name in _MOVES_STORAGE and not _is_first_memory(name, args):
         return Fault(MOVE, str(func), "moves a tensor to other memory, and the graph holds the old address")
     return None
+
+
+def _is_first_memory(name: str, args: Sequence[Any]) -> bool:
+    """cuDNN's recurrent layers make themselves an empty tensor on the memory of their weights."""
+    return name == "aten::set_" and bool(args[0].is_cuda) and not args[0].untyped_storage().nbytes()
+
+
+def inner_wait(func: torch._ops.OpOverload) -> Fault:
+    """Of an operator whose kernel reads a device value, which only shows when it runs."""
+    return Fault(HOST_SYNC, str(func), "waits for the device inside of its kernel")
+
+
+_FORBIDDEN = ("stream is capturing", "during CUDA graph capture", "StreamCapture")
+
+
+def is_forbidden(error: RuntimeError) -> bool:
+    """Whether an operator failed because it did what no stream may do while it is captured."""
+    return not isinstance(error, CaptureError) and any(words in str(error) for words in _FORBIDDEN)
 
 
 def form_fault(func: Operator, given: Sequence[torch.Tensor]) -> Fault | None:

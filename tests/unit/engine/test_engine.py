@@ -161,19 +161,28 @@ class TestCapture:
         monkeypatch.setattr(llm_module, "load_engine", load_and_keep)
         return seen
 
-    # Two captures measure, two are prefill's, two are decode's.
-    @pytest.mark.parametrize(
-        ("call", "error"), [(1, KeyboardInterrupt), (3, InjectedError), (4, KeyboardInterrupt), (6, InjectedError)]
-    )
+    def test_a_failure_while_memory_is_measured(self, llama_folder: Path, device: torch.device) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            raise_at(patch, PlanFamily, "capture", 1, KeyboardInterrupt)
+            with pytest.raises(KeyboardInterrupt, match="injected"):
+                LLM(str(llama_folder), device=str(device), **SMALL)
+
+    # Two captures are prefill's, two are decode's.
+    @pytest.mark.parametrize(("call", "error"), [(1, InjectedError), (2, KeyboardInterrupt), (4, InjectedError)])
     def test_a_failure_closes_everything(
         self, llama_folder: Path, device: torch.device, engines: list[Engine], call: int, error: type[BaseException]
     ) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            raise_at(patch, PlanFamily, "capture", call, error)
+            capture = Engine.capture
+
+            def capture_with_fault(engine: Engine, *args: Any) -> None:
+                raise_at(patch, PlanFamily, "capture", call, error)
+                capture(engine, *args)
+
+            patch.setattr(Engine, "capture", capture_with_fault)
             with pytest.raises(error, match="injected"):
                 LLM(str(llama_folder), device=str(device), **SMALL)
-        if call > 2:  # before that there is no engine yet
-            assert_closed(engines)
+        assert_closed(engines)
 
     @pytest.mark.parametrize(("call", "error"), [(4, KeyboardInterrupt), (14, InjectedError)])
     def test_an_exception_in_a_break_during_capture_too(

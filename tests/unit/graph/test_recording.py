@@ -45,26 +45,28 @@ def test_whatever_can_be_refused_is_suspect() -> None:
     assert {torch.ops.aten.copy_.default, torch.ops.aten.index.Tensor, torch.ops.aten.resize_.default} <= set(refused)
     assert torch.ops.aten.nonzero.default in refused
     assert torch.ops.aten._local_scalar_dense.default in refused
-    assert [func for func in refused if not OpFacts.of(func).is_suspect] == []
+    assert [func for func in refused if not OpFacts.of(func, "cuda").is_suspect] == []
 
 
 def test_what_is_made_of_other_operators_is_known() -> None:
-    table = OpTable()
-    linear, mm = torch.ops.aten.linear.default, torch.ops.aten.mm.default
-    assert table[linear].may_decompose
-    assert not table[mm].may_decompose
-    assert table[mm] is table[mm]
+    table, aten = OpTable("cpu"), torch.ops.aten
+    assert table[aten.linear.default].is_composite
+    assert table[aten.upsample_bilinear2d.vec].is_composite
+    assert not table[aten.mm.default].is_composite
+    assert not table[aten.silu_backward.default].is_composite  # elsewhere; a CPU has a kernel for it
+    assert table[aten.mm.default] is table[aten.mm.default]
 
 
 def test_facts_of_views_allocations_and_writes() -> None:
     aten = torch.ops.aten
-    view, flip, empty, write = (OpFacts.of(f) for f in (aten.t.default, aten.t_.default, aten.empty_like.default,
-                                                        aten.add_.Tensor))  # fmt: skip
+    view, flip, empty, write = (
+        OpFacts.of(func, "cpu") for func in (aten.t.default, aten.t_.default, aten.empty_like.default, aten.add_.Tensor)
+    )
     assert (view.is_view, view.is_launched) == (True, False)
     assert (flip.is_view, flip.is_mutable) == (True, True)
     assert (empty.allocates_only, empty.is_launched) == (True, False)
     assert (write.is_view, write.is_launched, write.is_mutable) == (False, True, True)
-    assert OpFacts.of(aten._local_scalar_dense.default).reads_host
+    assert OpFacts.of(aten._local_scalar_dense.default, "cpu").reads_host
 
 
 def test_operators_inside_a_composite_one_are_refused_in_inference_mode() -> None:
@@ -121,7 +123,7 @@ def test_a_side_stream_waits_before_a_break_first_uses_it() -> None:
 
     main, side = _Stream(), _Stream()
     device: Any = SimpleNamespace(stream=main, current_stream=lambda: device.stream)
-    watch = _FirstRun(device, OpTable())
+    watch = _FirstRun(device, OpTable("cpu"))
     x = torch.zeros(2)
     with torch.no_grad(), watch:
         x.add_(1)
