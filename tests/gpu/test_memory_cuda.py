@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import LlamaConfig
 from breakgraph import LLM, SamplingParams
 from breakgraph.engine.device_memory import measure_sampler
 from breakgraph.graph import AllocationTrace, PlanFamily, eager_on_graph, get_device
+from breakgraph.graph.cuda_pool import snapshot_of
 from breakgraph.graph.packing import pool_bytes
 
 CUDA = torch.device("cuda")
@@ -47,6 +49,17 @@ def test_memory_of_breaks_is_not_the_plans(family: PlanFamily) -> None:
     # Two tensors of 32 MiB at a time: a break's boundary and its reader's result, or an argument and the boundary.
     assert report.pool_peak_bytes == 2 * 32 * MIB
     assert len(keep) == 2
+
+
+def test_looking_at_a_pool_takes_no_reference_to_its_numbers() -> None:
+    """Small numbers are one object each, for ever: only those above 256 can die."""
+    pools = (torch.cuda.MemPool().id for _ in range(600))
+    pool_id = next(numbers for numbers in pools if max(numbers) > 256)
+    before = [sys.getrefcount(number) for number in pool_id]
+    for _ in range(10):
+        snapshot_of(pool_id)
+    after = [sys.getrefcount(number) for number in pool_id]
+    assert all(now >= then for now, then in zip(after, before, strict=True))
 
 
 def test_a_trace_played_back_needs_the_pool_that_the_capture_took(family: PlanFamily) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,17 @@ class _Address:
             "data": (address, False),
             "version": 2,
         }
+
+
+def snapshot_of(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
+    """The allocator's segments of one pool.
+
+    torch (2.11) gives up a reference to each of the two numbers that is not its own. Those above 256 are objects that
+    can die of it, and Python's heap with them: the reference is given beforehand. Where torch does not, a number stays.
+    """
+    for number in pool_id:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
+    return torch.cuda.memory_snapshot(pool_id, include_traces=False)  # type: ignore[no-any-return]
 
 
 def allocations_within(
@@ -84,7 +96,7 @@ class CudaPool(Pool):
     def _snapshot(self) -> list[dict[str, Any]]:
         if self.mem_pool is None:
             return []
-        return torch.cuda.memory_snapshot(self.id, include_traces=False)  # type: ignore[no-any-return]
+        return snapshot_of(self.id)
 
     def refresh(self) -> None:
         segments = self._snapshot()
