@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import os
 import re
 import signal
@@ -103,8 +104,16 @@ def http(server: tuple[str, int]) -> Iterator[httpx.Client]:
         yield client
 
 
-def ask(http: httpx.Client, prompt: str) -> tuple[str, str]:
-    """The text, and how it ended: "done", or the code of the error."""
+def ask(http: httpx.Client, prompt: str, begun: set[str] | None = None) -> tuple[str, str]:
+    """The text, and how it ended: "done", or the code of the error. While it comes, the prompt is in `begun`."""
+    begun = set() if begun is None else begun
+    try:
+        return _ask(http, prompt, begun)
+    finally:
+        begun.discard(prompt)
+
+
+def _ask(http: httpx.Client, prompt: str, begun: set[str]) -> tuple[str, str]:
     with http.stream("POST", "/v1/completions", json=BODY | {"prompt": prompt}) as response:
         if response.status_code != 200:
             response.read()
@@ -118,6 +127,7 @@ def ask(http: httpx.Client, prompt: str) -> tuple[str, str]:
                 if "error" in event:
                     return text, str(event["error"]["code"])
                 text += event["choices"][0]["text"]
+                begun.add(prompt)
     return text, "cut off"
 
 
@@ -160,6 +170,21 @@ def test_metrics_and_graphs_are_those_of_both(server: tuple[str, int], http: htt
     assert all(f"Replica {name}" in page for name in after)
 
 
+def stop_amid_answers(pid: int, answers: Counter[str], begun: set[str]) -> bool:
+    """Stops a process, which keeps what it is at; whether that is an answer: it has begun, and only others go on.
+
+    Where all of them were there, nobody goes on at all.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    before, last, num_idle, rest = Counter(answers), 0, 0, threading.Event()
+    while num_idle < 50 and last < 6 * NUM_CLIENTS:
+        rest.wait(0.1)
+        gained = {prompt: answers[prompt] - before[prompt] for prompt in PROMPTS}
+        num_idle = num_idle + 1 if sum(gained.values()) == last else 0
+        last = sum(gained.values())
+    return any(prompt in begun and not gained[prompt] for prompt in PROMPTS)
+
+
 def test_one_of_two_replicas_is_killed_under_load(server: tuple[str, int], http: httpx.Client) -> None:
     url, pid = server
     expected = {prompt: ask(http, prompt) for prompt in PROMPTS}
@@ -172,10 +197,12 @@ def test_one_of_two_replicas_is_killed_under_load(server: tuple[str, int], http:
 
     before = replica_pids(pid)
     assert len(before) == 2
-    victim = min(before)
+    victims = itertools.cycle(before)
     num_running = threading.Barrier(NUM_CLIENTS + 1)
     is_over = threading.Event()
     outcomes: Counter[str] = Counter()
+    answers: Counter[str] = Counter()
+    begun: set[str] = set()
     wrong: list[tuple[str, str]] = []
     lock = threading.Lock()
 
@@ -183,9 +210,10 @@ def test_one_of_two_replicas_is_killed_under_load(server: tuple[str, int], http:
         num_running.wait()
         with httpx.Client(base_url=url, timeout=120) as own:
             while not is_over.is_set():
-                text, how = ask(own, prompt)
+                text, how = ask(own, prompt, begun)
                 with lock:
                     outcomes[how] += 1
+                    answers[prompt] += 1
                     if not expected[prompt][0].startswith(text) or (how == "done" and text != expected[prompt][0]):
                         wrong.append((prompt, text))
 
@@ -194,6 +222,8 @@ def test_one_of_two_replicas_is_killed_under_load(server: tuple[str, int], http:
         num_running.wait()
         while sum(outcomes.values()) < NUM_CLIENTS:
             is_over.wait(0.01)  # the clients need this process
+        while not stop_amid_answers(victim := next(victims), answers, begun):
+            os.kill(victim, signal.SIGCONT)
         os.kill(victim, signal.SIGKILL)
         while len(now := replica_pids(pid)) < 2 or victim in now:
             is_over.wait(0.1)
