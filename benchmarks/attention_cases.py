@@ -170,5 +170,5 @@ def of_size(layer: LayerAttention, num_heads: int, num_kv_heads: int, head_dim: 
     )  # fmt: skip
 
 
-def with_sinks(layer: LayerAttention) -> LayerAttention:
-    return replace(layer, sinks=torch.linspace(-2, 3, layer.num_heads, device=DEVICE, dtype=DTYPE))
+def with_sinks(layer: LayerAttention, device: torch.device = DEVICE) -> LayerAttention:
+    return replace(layer, sinks=torch.linspace(-2, 3, layer.num_heads, device=device, dtype=DTYPE))

@@ -4,6 +4,10 @@
 
 FlashInfer compiles a kernel on first use, each for minutes, and loads one that lies in the `data/aot` folder of its
 package as it is. Libraries are put there, and copies of those below 16 MiB into the folder given.
+
+It also compiles where there is no GPU, with nvcc, ninja and FlashInfer for the Python at hand. Then it has to be told
+what for (FLASHINFER_CUDA_ARCH_LIST=9.0a), where CUDA is (CUDA_HOME) and the headers of cuRAND (CPATH; the wheel
+nvidia-curand has them), and where a libcuda.so to link with (LIBRARY_PATH; an empty one of the soname libcuda.so.1).
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from breakgraph.attention.flashinfer_kernels import sink_module
 from breakgraph.attention.flashinfer_plan import Family, PlanConstants, constants_of
 
 CARRIED_BYTES = 16 << 20
-SINKS = with_sinks(of_size(LAYER, 64, 8, 64))
+SINKS = with_sinks(of_size(LAYER, 64, 8, 64), torch.device("cpu"))
 KERNELS = {
     "bench": (LAYER,),
     "check": (LAYER, replace(LAYER, window=128), replace(SINKS, window=128)),
