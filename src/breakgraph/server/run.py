@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import signal
 import socket
 import sys
@@ -82,6 +84,7 @@ def listen_and_serve(app: ASGIApp, config: ServerConfig, bound: socket.socket, m
     Raises ConfigError when somebody else listens there.
     """
     server = _make_server(app, config)
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
     host, port = bound.getsockname()[:2]
     try:
         bound.listen(_BACKLOG)
@@ -95,6 +98,13 @@ def listen_and_serve(app: ASGIApp, config: ServerConfig, bound: socket.socket, m
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """What is cancelled when time is up, or by a second Ctrl-C, is told of by libraries with a traceback each."""
+    raised = record.exc_info[0] if record.exc_info else None
+    is_cancelled = raised is not None and issubclass(raised, asyncio.CancelledError)
+    return not is_cancelled and not record.getMessage().rstrip().endswith(asyncio.CancelledError.__name__)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

@@ -231,3 +231,28 @@ def test_sigterm_lets_a_stream_end_and_takes_nothing_new(process: tuple[subproce
     assert running.wait() == 0
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
+
+
+def is_listening(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/health")
+    except httpx.ConnectError:
+        return False
+    return True
+
+
+def test_a_second_ctrl_c_drops_a_stream_and_says_no_more(process: tuple[subprocess.Popen[str], str]) -> None:
+    running, url = process
+    body = LONG | {"max_tokens": 390, "stream": True}
+    with httpx.Client(base_url=url, timeout=60) as http, http.stream("POST", COMPLETION, json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        running.send_signal(signal.SIGINT)
+        while is_listening(url):
+            pass
+        running.send_signal(signal.SIGINT)
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
+    assert running.wait() == 0
+    assert running.stderr is not None
+    assert running.stderr.read() == ""
