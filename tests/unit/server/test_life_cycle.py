@@ -236,7 +236,7 @@ def test_sigterm_lets_a_stream_end_and_takes_nothing_new(process: tuple[subproce
 def is_listening(url: str) -> bool:
     try:
         httpx.get(f"{url}/health")
-    except httpx.ConnectError:
+    except httpx.TransportError:  # refused, or reset while the port was being closed
         return False
     return True
 
