@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import queue
+import shlex
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -72,7 +74,7 @@ class Reader:
 
 
 def serve(llm: LLM, thread: EngineThread, reader: Reader, num_streams: int, args: argparse.Namespace) -> float:
-    """Seconds from the first token that all streams have together to the last one."""
+    """Seconds a step, from the moment at which every stream has a token to the last token of all."""
     params = SamplingParams(temperature=0.0, max_tokens=args.answer_len, ignore_eos=True)
     prompts = random_prompts(num_streams, args.prompt_len, llm.engine.facts.vocab_size, seed=0)
     requests = [llm.engine.make_request(prompt, params, with_text=False) for prompt in prompts]
@@ -133,8 +135,7 @@ def main() -> None:
         finally:
             thread.close()
         dtype = llm.engine.config.dtype
-    command = f"python3 benchmarks/overlap.py --model {args.model} --fusion {args.fusion}"
-    run, where, versions = here(command, args.device)
+    run, where, versions = here(shlex.join(["python3", "benchmarks/overlap.py", *sys.argv[1:]]), args.device)
     result = Result(
         run=run, where=where, versions=versions, shape=Shape(model=args.model, dtype=dtype), rows=tuple(rows),
         notes=(

@@ -51,15 +51,15 @@ def test_memory_of_breaks_is_not_the_plans(family: PlanFamily) -> None:
     assert len(keep) == 2
 
 
-def test_looking_at_a_pool_takes_no_reference_to_its_numbers() -> None:
+def test_looking_at_a_pool_takes_no_references() -> None:
     """Small numbers are one object each, for ever: only those above 256 can die."""
     pools = (torch.cuda.MemPool().id for _ in range(600))
-    pool_id = next(numbers for numbers in pools if max(numbers) > 256)
-    before = [sys.getrefcount(number) for number in pool_id]
-    for _ in range(10):
-        snapshot_of(pool_id)
-    after = [sys.getrefcount(number) for number in pool_id]
-    assert all(now >= then for now, then in zip(after, before, strict=True))
+    arguments = (*next(numbers for numbers in pools if max(numbers) > 256), False)
+    before = [sys.getrefcount(argument) for argument in arguments]
+    for _ in range(1000):
+        snapshot_of(arguments[:2])
+    after = [sys.getrefcount(argument) for argument in arguments]
+    assert all(now > then - 500 for now, then in zip(after, before, strict=True))
 
 
 def test_a_trace_played_back_needs_the_pool_that_the_capture_took(family: PlanFamily) -> None:

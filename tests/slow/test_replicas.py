@@ -177,7 +177,7 @@ def stop_amid_answers(pid: int, answers: Counter[str], begun: set[str]) -> bool:
     """
     os.kill(pid, signal.SIGSTOP)
     before, last, num_idle, rest = Counter(answers), 0, 0, threading.Event()
-    while num_idle < 50 and last < 6 * NUM_CLIENTS:
+    while num_idle < 200 and last < 6 * NUM_CLIENTS:
         rest.wait(0.1)
         gained = {prompt: answers[prompt] - before[prompt] for prompt in PROMPTS}
         num_idle = num_idle + 1 if sum(gained.values()) == last else 0

@@ -3,7 +3,7 @@
 from breakgraph.graph.audit import AuditReport, audit
 from breakgraph.graph.declared import constant
 from breakgraph.graph.device import Device, Peak, get_device
-from breakgraph.graph.eager_break import EagerBreak, break_graph, eager_on_graph, mark_eager
+from breakgraph.graph.eager_break import EagerBreak, MarkedFunction, break_graph, eager_on_graph, mark_eager
 from breakgraph.graph.family import PlanFamily
 from breakgraph.graph.hazards import Hazard, HazardReport, OnHazard
 from breakgraph.graph.live import Live
@@ -22,6 +22,7 @@ __all__ = [
     "Hazard",
     "HazardReport",
     "Live",
+    "MarkedFunction",
     "OnHazard",
     "OutputPolicy",
     "Peak",

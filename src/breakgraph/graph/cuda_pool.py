@@ -28,11 +28,12 @@ class _Address:
 def snapshot_of(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
     """The allocator's segments of one pool.
 
-    torch (2.11) gives up a reference to each of the two numbers that is not its own. Those above 256 are objects that
-    can die of it, and Python's heap with them: the reference is given beforehand. Where torch does not, a number stays.
+    torch (2.11) gives up a reference to each argument that is not its own. Numbers above 256 can die of it, and before
+    Python 3.12 False too, and Python's heap with them: so a reference is given beforehand. Where torch takes none, the
+    numbers stay for ever.
     """
-    for number in pool_id:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
+    for argument in (*pool_id, False):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(argument))
     return torch.cuda.memory_snapshot(pool_id, include_traces=False)  # type: ignore[no-any-return]
 
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from breakgraph.graph.effects import tensors_in
 from breakgraph.graph.op_facts import OpTable, parts_of
-from breakgraph.graph.refusals import cuda_transfer_fault, form_fault, inner_wait, is_forbidden, op_fault, refuse
+from breakgraph.graph.refusals import cuda_transfer_fault, forbidden_fault, form_fault, op_fault, refuse
 
 
 class CudaRecorder(TorchDispatchMode):
@@ -86,8 +86,9 @@ class CudaRecorder(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except RuntimeError as error:
-            if is_forbidden(error):
-                refuse(inner_wait(func), error)
+            fault = forbidden_fault(func, error)
+            if fault is not None:
+                refuse(fault, error)
             raise
         addresses = self.note_reads(given)
         made = [t for t in tensors_in(out) if t.untyped_storage().data_ptr() not in addresses]

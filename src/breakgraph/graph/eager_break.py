@@ -190,12 +190,14 @@ class EagerBreak:
 
 
 class MarkedFunction(EagerBreak):
-    """One that becomes a method where it is an attribute of a class.
+    """What a decorator gives: as an attribute of a class it becomes a method.
 
-    In the place of a module's ``forward`` stands none: Dynamo of torch 2.11 binds what it finds on an instance too.
+    :func:`mark_eager` puts plain marks on modules: Dynamo of torch 2.11 would bind these, though an instance has them.
     """
 
-    _method_spec: BreakSpec | None = None
+    def __init__(self, fn: Callable[..., Tree], **options: Any) -> None:
+        super().__init__(fn, **options)
+        self._method_spec: BreakSpec | None = None
 
     def __get__(self, instance: object, owner: type | None = None) -> EagerBreak | _MethodBreak:
         if instance is None:

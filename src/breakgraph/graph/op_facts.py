@@ -37,17 +37,23 @@ class OpFacts:
     def of(cls, func: torch._ops.OpOverload, device_type: str) -> OpFacts:
         """Ask the operator."""
         tags = func.tags
+        is_view = func.is_view or torch.Tag.inplace_view in tags
         own_kernel = "CUDA" if device_type == "cuda" else "CPU"
         only_allocates = allocates_only(func)
         return cls(
-            is_composite=_has_kernel(func, "CompositeImplicitAutograd") and not _has_kernel(func, own_kernel),
+            is_composite=_has_kernel(func, "CompositeImplicitAutograd")
+            and not any(_has_kernel(func, key) for key in (own_kernel, *_BEFORE_COMPOSITE)),
             is_suspect=is_suspect(func),
-            is_view=func.is_view or torch.Tag.inplace_view in tags,
+            is_view=is_view,
             allocates_only=only_allocates,
-            is_launched=not func.is_view and not only_allocates,
+            is_launched=not is_view and not only_allocates,
             is_mutable=func._schema.is_mutable,
             reads_host=torch.Tag.data_dependent_output in tags,
         )
+
+
+_BEFORE_COMPOSITE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+"""Kernels for all devices that the dispatcher prefers to taking an operator apart."""
 
 
 def _has_kernel(func: torch._ops.OpOverload, key: str) -> bool:
@@ -56,8 +62,10 @@ def _has_kernel(func: torch._ops.OpOverload, key: str) -> bool:
 
 
 def parts_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a composite operator, by those that it is made of: the dispatcher shows it whole in inference mode
-    only."""
+    """What a composite operator returns, computed by the operators that it is made of.
+
+    The dispatcher shows it whole only where autograd has no part in it: in inference mode, or on tensors made there.
+    """
     return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from breakgraph.errors import CaptureError, UncapturableOpError
+from breakgraph.errors import UncapturableOpError
 from breakgraph.graph.effects import tensors_in
 from breakgraph.graph.pretence import OnlyLooks
 from breakgraph.graph.tree import is_scattered, layout_of
@@ -101,8 +101,8 @@ _PUTS = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _MOVES_STORAGE = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 _TRANSFERS = {"aten::copy_", "aten::_to_copy"}
 _NESTS = {"aten::_nested_tensor_from_mask", "aten::_nested_tensor_from_mask_left_aligned"}
+"""Read the mask, and no tag says so."""
 _CHECKS = {"aten::_linalg_check_errors"}
-"""Both read values on the host, and no tag says so."""
 
 
 def applies_functions(func: Operator) -> bool:
@@ -124,7 +124,7 @@ def op_fault(func: torch._ops.OpOverload, args: Sequence[Any]) -> Fault | None:
         if _has_bool_index(args) and not _fills_by_mask(name, args):
             return Fault(SHAPE, f"{func} with a boolean mask", "has a result whose shape depends on data")
         return None
-    if torch.Tag.data_dependent_output in func.tags or name in _CHECKS:
+    if torch.Tag.data_dependent_output in func.tags:
         return Fault(HOST_SYNC, str(func), "reads a device value on the host, which waits for the device")
     if torch.Tag.dynamic_output_shape in func.tags or name in _NESTS:
         return Fault(SHAPE, str(func), "has a result whose shape depends on data")
@@ -138,17 +138,23 @@ def _is_first_memory(name: str, args: Sequence[Any]) -> bool:
     return name == "aten::set_" and bool(args[0].is_cuda) and not args[0].untyped_storage().nbytes()
 
 
-def inner_wait(func: torch._ops.OpOverload) -> Fault:
-    """Of an operator whose kernel reads a device value, which only shows when it runs."""
-    return Fault(HOST_SYNC, str(func), "waits for the device inside of its kernel")
+_FORBIDDEN = ("when stream is capturing", "during CUDA graph capture")
 
 
-_FORBIDDEN = ("stream is capturing", "during CUDA graph capture", "StreamCapture")
+def forbidden_fault(func: torch._ops.OpOverload, error: RuntimeError) -> Fault | None:
+    """What is wrong with an operator whose own code did what no stream may do while it is captured, and so failed."""
+    said = str(error).split("\n", 1)[0]
+    if type(error) not in (RuntimeError, torch.AcceleratorError) or not any(words in said for words in _FORBIDDEN):
+        return None
+    return Fault(HOST_SYNC, str(func), f"does what no stream may do while it is captured ({said})")
 
 
-def is_forbidden(error: RuntimeError) -> bool:
-    """Whether an operator failed because it did what no stream may do while it is captured."""
-    return not isinstance(error, CaptureError) and any(words in str(error) for words in _FORBIDDEN)
+def _check_fault(func: torch._ops.OpOverload) -> Fault | None:
+    """Of the functions of ``torch.linalg`` that raise for a singular matrix."""
+    if func._schema.name not in _CHECKS:
+        return None
+    why = "reads on the host whether it went well; torch.linalg.solve_ex, inv_ex and cholesky_ex do not"
+    return Fault(HOST_SYNC, str(func), why)
 
 
 def form_fault(func: Operator, given: Sequence[torch.Tensor]) -> Fault | None:
@@ -179,7 +185,7 @@ def cuda_transfer_fault(
             return Fault(HOST_SYNC, str(func), "copies a device tensor to the host and waits for it")
         if not source.is_cuda and target.type == "cuda" and not (source.is_pinned() and kwargs.get("non_blocking")):
             return Fault(COPY, str(func), "uploads host data from pageable memory, or waits for the copy")
-    return None
+    return _check_fault(func) if any(t.is_cuda for t in given) else None
 
 
 def cpu_transfer_fault(
@@ -193,7 +199,7 @@ def cpu_transfer_fault(
     if any(is_host(t) and t.dim() > 0 for t in given):
         what = f"{func} on a host tensor and a device tensor"
         return Fault(COPY, what, "mixes devices; make the host tensor on the device")
-    return None
+    return _check_fault(func)
 
 
 def _names_the_host(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from breakgraph.attention import LayerAttention
-from breakgraph.bench.ceilings import Ceilings, Work, _attention_pairs, step_work
+from breakgraph.bench.ceilings import Ceilings, Work, _attention_pairs, measure_ceilings, step_work
+from breakgraph.errors import ConfigError
 from breakgraph.models import HFModel
 from breakgraph.models.support import build_model
 from tiny_models import tiny_config
@@ -79,3 +80,10 @@ def test_the_roofline_is_the_slower_of_bytes_and_operations() -> None:
     assert ceilings.floor_ms(Work(flops=8e12, num_bytes=16e9)) == pytest.approx(10.0)
     assert ceilings.bytes_ms(Work(flops=8e12, num_bytes=16e9)) == pytest.approx(4.0)
     assert [row.metrics["rate"].unit for row in ceilings.rows()] == ["GB/s", "TFLOP/s"]
+
+
+def test_a_full_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 8 << 30))
+    with pytest.raises(ConfigError, match=r"at least 4 GiB free on cuda:0, 3\.0 GiB are"):
+        measure_ceilings(torch.device("cuda", 0), torch.bfloat16)

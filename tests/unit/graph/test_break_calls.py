@@ -242,6 +242,21 @@ def test_methods_static_methods_and_plain_calls(
     ]
 
 
+def test_a_mark_around_a_marked_method_has_declarations_of_its_own(device: torch.device) -> None:
+    class Base:
+        @eager_on_graph
+        def sums(self, x: Tensor) -> Tensor:
+            return x.cumsum(0)
+
+    x = torch.ones(4, device=device)
+    assert Base().sums(x).tolist() == [1, 2, 3, 4]
+
+    class Live(Base):
+        sums = eager_on_graph(Base.sums, valid_rows=lambda: 2)
+
+    assert Live().sums(x).tolist() == [1, 2, 0, 0]
+
+
 def test_mark_eager_by_module_name(device: torch.device, family: PlanFamily, replay: Callable[[Plan], Tensor]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)), nn.Tanh()).to(device)
     x = torch.randn(2, 4, device=device)

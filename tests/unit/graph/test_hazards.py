@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 
@@ -165,6 +166,28 @@ def test_a_local_function_is_named_as_one_to_decorate() -> None:
 
     with torch.no_grad(), pytest.raises(HazardError, match=r"local\(\) is no global function; decorate"):
         breakgraph.capture(local, torch.randn(3), on_hazard="break")
+
+
+class Refuses(nn.Module):
+    def forward(self, x: Tensor, *, mask: Tensor | None) -> Tensor:
+        raise ValueError("not for this shape")
+
+
+class TriesAnother(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast = Refuses()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with contextlib.suppress(ValueError):
+            self.fast(x, mask=None)
+        return x * x.sum().item()
+
+
+def test_a_module_that_raises_is_left_again(device: torch.device) -> None:
+    with torch.no_grad(), pytest.raises(HazardError) as raised:
+        breakgraph.capture(TriesAnother(), torch.ones(3, device=device))
+    assert [hazard.module for hazard in raised.value.report.blocking] == ["TriesAnother"]
 
 
 class Number(nn.Module):

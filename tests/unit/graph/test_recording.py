@@ -17,7 +17,7 @@ from breakgraph.graph.builder import _FirstRun
 from breakgraph.graph.compiled import without_mode
 from breakgraph.graph.effects import tensors_in
 from breakgraph.graph.op_facts import OpFacts, OpTable
-from breakgraph.graph.refusals import cuda_transfer_fault, op_fault
+from breakgraph.graph.refusals import cuda_transfer_fault, forbidden_fault, op_fault
 
 
 def _operators() -> list[torch._ops.OpOverload]:
@@ -63,10 +63,30 @@ def test_facts_of_views_allocations_and_writes() -> None:
         OpFacts.of(func, "cpu") for func in (aten.t.default, aten.t_.default, aten.empty_like.default, aten.add_.Tensor)
     )
     assert (view.is_view, view.is_launched) == (True, False)
-    assert (flip.is_view, flip.is_mutable) == (True, True)
+    assert (flip.is_view, flip.is_mutable, flip.is_launched) == (True, True, False)
     assert (empty.allocates_only, empty.is_launched) == (True, False)
     assert (write.is_view, write.is_launched, write.is_mutable) == (False, True, True)
     assert OpFacts.of(aten._local_scalar_dense.default, "cpu").reads_host
+
+
+def test_kernels_for_all_devices_come_before_parts() -> None:
+    library = torch.library.Library("breakgraph_test", "FRAGMENT")
+    library.define("doubled(Tensor x) -> Tensor")
+    library.impl("doubled", lambda x: x.cumsum(0), "CompositeImplicitAutograd")
+    library.impl("doubled", lambda x: x * 2, "CompositeExplicitAutograd")
+    doubled, x = torch.ops.breakgraph_test.doubled, torch.ones(4)
+    with torch.inference_mode(), PlanFamily("cpu") as family:
+        plan = family.capture(lambda: doubled(x) + 1)
+        assert plan.replay().tolist() == (doubled(x) + 1).tolist() == [3.0] * 4
+
+
+def test_what_torch_says_of_streams_that_are_captured_is_told() -> None:
+    func, said = torch.ops.aten.mm.default, "operation not permitted when stream is capturing"
+    fault = forbidden_fault(func, RuntimeError(f"CUDA error: {said}\nand more"))
+    assert fault is not None
+    assert fault.why.endswith(f"(CUDA error: {said})")
+    for other in (UncapturableOpError(said), RuntimeError("operation failed due to a previous error during capture")):
+        assert forbidden_fault(func, other) is None
 
 
 def test_operators_inside_a_composite_one_are_refused_in_inference_mode() -> None:
