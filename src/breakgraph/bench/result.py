@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import subprocess
+import tempfile
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -166,10 +167,14 @@ def from_json(text: str) -> Result:
 
 
 def write_result(path: Path | str, result: Result) -> None:
-    """Write the file in one step: readers see the old document or the new one, never a part. Makes the folder."""
+    """Write the file in one step: readers see the old document or the new one, never a part. Makes the folder.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
     path = Path(path)
     text = to_json(result)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -179,6 +184,23 @@ def write_result(path: Path | str, result: Result) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_writable(path: Path | str) -> None:
+    """Before something is measured that is to be written there. Makes the folder.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"no result can be written to {path}: {error.strerror or error}") from None
+    if path.is_dir():
+        raise ConfigError(f"no result can be written to {path}: it is a folder")
 
 
 def read_result(path: Path | str) -> Result:

@@ -51,10 +51,12 @@ def run(args: argparse.Namespace) -> int:
         return bench_http.run(args)
     given, config_class = vars(args), KINDS[args.kind]
     config = config_class(**{f.name: given[f.name] for f in dataclasses.fields(config_class) if f.name in given})
-    from breakgraph.bench.result import to_json, write_result
+    from breakgraph.bench.result import check_writable, to_json, write_result
     from breakgraph.bench.run import BenchInterrupted, run_bench
     from breakgraph.report import render
 
+    if args.out:
+        check_writable(args.out)
     stopped = None
     try:
         result = run_bench(config, command_of(config), tell=_tell)

@@ -106,7 +106,7 @@ class LLM:
 
         Raises as `generate` does, and ConfigError when there is no chat template.
         """
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        is_one = isinstance(messages, str | Mapping) or (bool(messages) and isinstance(messages[0], Mapping))
         conversations: list[Any] = [messages] if is_one else list(messages)
         return self._run(
             [self._apply_template(conversation) for conversation in conversations], sampling_params, use_tqdm
@@ -194,6 +194,11 @@ def _one_each(
 ) -> Sequence[SamplingParams]:
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params or SamplingParams()] * num_prompts
+    if isinstance(sampling_params, str | Mapping) or not isinstance(sampling_params, Sequence):
+        raise ConfigError(f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r:.200}")
+    wrong = next((each for each in sampling_params if not isinstance(each, SamplingParams)), sampling_params)
+    if wrong is not sampling_params:
+        raise ConfigError(f"each of sampling_params must be SamplingParams, got {wrong!r:.200}")
     if len(sampling_params) != num_prompts:
         raise ConfigError(
             f"sampling_params must be one SamplingParams or one for each of the {num_prompts} prompts, "

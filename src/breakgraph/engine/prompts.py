@@ -48,18 +48,36 @@ def tokenize(prompt: Prompt, encode: Callable[[str], list[int]]) -> TokenPrompt:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a prompt, with what the tokenizer puts before every text."""
+    """Token ids of a prompt, with what the tokenizer puts before every text. Raises PromptError: it is no text."""
+    _check_unicode(text)
     return list(tokenizer(text).input_ids)
 
 
 def apply_chat_template(tokenizer: Any, conversation: Sequence[Mapping[str, Any]], model: str) -> TokenPrompt:
-    """The prompt for the next message of a conversation. Raises ConfigError when `model` has no chat template."""
+    """The prompt for the next message of a conversation.
+
+    Raises ConfigError when `model` has no chat template, PromptError for what is no conversation.
+    """
+    if not conversation or isinstance(conversation, str | Mapping) or not all(
+        isinstance(message, Mapping) and "role" in message for message in conversation
+    ):  # fmt: skip
+        raise PromptError(f"a conversation is a list of messages, dicts with 'role', got {conversation!r:.200}")
     if not tokenizer.chat_template:
         raise ConfigError(f"the tokenizer of {model} has no chat template; use generate with a whole prompt")
     text = tokenizer.apply_chat_template(list(conversation), tokenize=False, add_generation_prompt=True)
+    _check_unicode(text)
     # The template writes the special tokens itself.
     return TokenPrompt(list(tokenizer(text, add_special_tokens=False).input_ids), text)
 
 
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        what = f"{error.object[error.start]!r} at {error.start}"
+        raise PromptError(f"the prompt is not valid Unicode: {what}; bytes that are not UTF-8 come in so") from None
+
+
 def _is_int(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    """Arrays of one element have an index too."""
+    return hasattr(value, "__index__") and not isinstance(value, bool) and not hasattr(value, "__len__")

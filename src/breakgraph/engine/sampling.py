@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +10,9 @@ from breakgraph.errors import ConfigError
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: float32 logits divided by less overflow."""
+
+MAX_TEMPERATURE = 1e38
+"""Beyond it float32 has infinity."""
 
 MAX_LOGPROBS = 20
 """Alternatives a token, as in OpenAI's API."""
@@ -58,7 +60,7 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, math.inf)
+        _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -109,10 +111,10 @@ def _check_int(name: str, value: object, low: int | None, expected: str, *, high
 
 def _check_number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    in_range = is_number and math.isfinite(value) and low <= value <= high  # type: ignore[arg-type,operator]
+    in_range = is_number and low <= value <= high  # type: ignore[operator]
     if not in_range or (low_open and value == low):
-        limits = f"{'(' if low_open else '['}{low:g}, {'inf)' if high == math.inf else f'{high:g}]'}"
-        raise ConfigError(f"{name} must be a number in {limits}, got {value!r}")
+        limits = f"{'(' if low_open else '['}{low:g}, {high:g}]"
+        raise ConfigError(f"{name} must be a number in {limits}, got {value!r:.100}")
 
 
 def _as_strings(value: object) -> tuple[str, ...]:

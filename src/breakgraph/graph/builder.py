@@ -5,13 +5,19 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from breakgraph.errors import BreakArgumentError, BreakResultError, CaptureError, StalePoolTensorError
+from breakgraph.errors import (
+    BreakArgumentError,
+    BreakResultError,
+    CaptureError,
+    StalePoolTensorError,
+    UncapturableOpError,
+)
 from breakgraph.graph.boundary import ResultStore, view_of
 from breakgraph.graph.device import Block, CaptureSession, Device, Pool, Segment
 from breakgraph.graph.eager_break import BreakSpec, run_plain
@@ -22,7 +28,16 @@ from breakgraph.graph.op_facts import OpTable
 from breakgraph.graph.outputs import copy_into
 from breakgraph.graph.plan import EagerStep, GraphStep
 from breakgraph.graph.refusals import HOST_SYNC, Fault, HostReadGuard, applies_functions, source_line
-from breakgraph.graph.tree import Tree, describe, is_constant, is_scattered, layout_of, tree_leaves, tree_map
+from breakgraph.graph.tree import (
+    Tree,
+    describe,
+    is_constant,
+    is_scattered,
+    is_transformed,
+    layout_of,
+    tree_leaves,
+    tree_map,
+)
 
 
 class _FirstRun(TorchDispatchMode):
@@ -69,6 +84,36 @@ class _FirstRun(TorchDispatchMode):
 def _dense(*values: Any) -> list[torch.Tensor]:
     """The tensors that are one piece of memory."""
     return [tensor for tensor in tensors_in(*values) if not is_scattered(tensor)]
+
+
+def _cut_off(result: Tree, arguments: Sequence[torch.Tensor], spec: BreakSpec) -> Tree:
+    given = [tensor for tensor in arguments if tensor.requires_grad]
+    if not (given and torch.is_grad_enabled()):
+        return result
+
+    def cut(leaf: Any, path: str) -> Any:
+        is_new = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and all(leaf is not t for t in arguments)
+        return _CutOff.apply(spec.name, [leaf], *given) if is_new else leaf
+
+    return tree_map(cut, result)
+
+
+class _CutOff(torch.autograd.Function):
+    """A result of a break as the code behind it sees it. For autograd it was made of what the break was given, and a
+    gradient that comes this way is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, result: list[torch.Tensor], *arguments: torch.Tensor) -> torch.Tensor:
+        ctx.name = name
+        return result[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> NoReturn:
+        raise UncapturableOpError(
+            f"a gradient is to pass through the break {ctx.name}, which Python runs at every replay, and autograd then "
+            "does not; do without that break (backend 'full'), put the forward and its gradient into one break, or "
+            "detach what it is given"
+        )
 
 
 class CaptureBuilder:
@@ -174,7 +219,7 @@ class CaptureBuilder:
             carried = step.results.allocate(originals)
             self._pending = step
             self.steps.append(step)
-        return carried
+        return _cut_off(carried, originals, spec)
 
     def _results_of(self, step: EagerStep) -> ResultStore:
         """Run the break, and decide how what it returns will cross."""
@@ -236,6 +281,11 @@ class CaptureBuilder:
             raise BreakArgumentError(
                 f"argument {path} of break {spec.name} is a {layout_of(tensor)} tensor, whose memory a plan cannot "
                 "hold; read it inside the break, from an object that keeps it"
+            )
+        if is_transformed(tensor):
+            raise BreakArgumentError(
+                f"argument {path} of break {spec.name} is inside of a transform of torch.func (vmap, grad), and a "
+                "break cannot be there; put the whole transform into the break, or do without one"
             )
         storage = tensor.untyped_storage()
         self._check_storage(storage)

@@ -146,7 +146,12 @@ class Fingerprint:
         self._addresses = list(map(_data_ptr, self._tensors))
         self._indices = list(range(len(self._tensors)))
         owners = {id(slot.owner): slot.owner for slot in self._slots}.values()
-        moded = _with_modes([index.chain(owner) for owner in owners])
+        chains = [index.chain(owner) for owner in owners]
+        self._parents = _with_lasting_children(chains, own)
+        self._families = [parent._modules for parent in self._parents]
+        self._children = [dict(family) for family in self._families]
+        self._child_ids = self._ids_of_children()
+        moded = _with_modes(chains)
         # Modules of TorchScript keep their flag elsewhere, and are asked.
         self._scripted = [module for module in moded if "training" not in module.__dict__]
         plain = [module for module in moded if "training" in module.__dict__]
@@ -157,10 +162,10 @@ class Fingerprint:
         """Compare with now.
 
         Raises:
-            StalePlanError: a tensor was replaced or moved, a module changed between training and evaluation, or the
-                version token differs.
+            StalePlanError: a tensor was replaced or moved, a module has other modules in it or changed between training
+                and evaluation, or the version token differs.
         """
-        if not self._has_same_tensors() or self._modes() != self._flags:
+        if not self._has_same_tensors() or self._modes() != self._flags or self._ids_of_children() != self._child_ids:
             raise StalePlanError(f"{self._difference()}; {_WAY_OUT}")
         if self._version is not None and (token := self._version()) != self._token:
             raise StalePlanError(f"version= gave {self._token!r} at the capture and gives {token!r} now; {_WAY_OUT}")
@@ -168,6 +173,9 @@ class Fingerprint:
     def _modes(self) -> list[bool]:
         flags = list(map(_training, self._attributes))
         return flags + [module.training for module in self._scripted] if self._scripted else flags
+
+    def _ids_of_children(self) -> list[list[int]]:
+        return [[*map(id, family.values())] for family in self._families]
 
     def _has_same_tensors(self) -> bool:
         try:
@@ -191,12 +199,30 @@ class Fingerprint:
             if module.training != flag:
                 words = ("training", "evaluation") if flag else ("evaluation", "training")
                 return f"module {_path(module, parents)} was in {words[0]} mode and is in {words[1]} mode"
+        for parent, family, known in zip(self._parents, self._families, self._children, strict=True):
+            for name in dict.fromkeys([*known, *family]):
+                before, now = known.get(name), family.get(name)
+                if before is not now:
+                    told = [f"{type(child).__name__}" if child is not None else "nothing" for child in (before, now)]
+                    another = "another " if told[0] == told[1] else ""
+                    return f"module {_path(parent, parents)}.{name} was {told[0]} and is {another}{told[1]}"
+            if list(known) != list(family):
+                return f"the modules in {_path(parent, parents)} have another order"
         raise AssertionError("the fingerprint differs and no part of it does")
 
 
 def _is_own(slot: Slot, own: Collection[Attribute] | None) -> bool:
     is_plain = slot.table is slot.owner.__dict__
     return is_plain and (own is None or Attribute(slot.owner, slot.name) in own)
+
+
+def _with_lasting_children(
+    chains: Sequence[Sequence[torch.nn.Module]], own: Collection[Attribute] | None
+) -> list[torch.nn.Module]:  # fmt: skip
+    """The modules around owners, themselves included, without those whose children the function itself replaces."""
+    modules = {id(module): module for chain in chains for module in chain if type(module._modules) is dict}
+    changing = {id(attribute.owner) for attribute in own or () if isinstance(attribute.owner, torch.nn.Module)}
+    return [module for key, module in modules.items() if module._modules and key not in changing]
 
 
 def _parents(modules: Iterable[torch.nn.Module]) -> dict[int, tuple[torch.nn.Module, str]]:

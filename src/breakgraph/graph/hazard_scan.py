@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import random
 import sys
 import threading
@@ -24,7 +25,7 @@ from breakgraph.graph.live import Live
 from breakgraph.graph.op_facts import OpTable, parts_of
 from breakgraph.graph.refusals import WAY_OUT, Fault, form_fault, is_user_file, op_fault, source_line
 from breakgraph.graph.side_effects import Attribute, AttributeWatch, is_a, outermost
-from breakgraph.graph.tree import is_constant, is_scattered, layout_of, tree_leaves
+from breakgraph.graph.tree import is_constant, is_scattered, is_transformed, layout_of, tree_leaves
 
 _WARM_UP = str(Path(__file__).with_name("warm_up.py"))  # whose frames are around the captured function
 _GENERATOR_WAY_OUT = "use the device's default generator (torch.manual_seed), or draw in an eager break"
@@ -150,7 +151,9 @@ class HazardScan:
     def _host_random_state(self) -> Any:
         """Of the generators on the host; where the device is the host, torch's own is one that graphs know."""
         drawn = () if self.device.emulated else bytes(torch.default_generator.get_state().tolist())
-        return random.getstate(), drawn
+        numpy = sys.modules.get("numpy")  # whoever has not imported it draws nothing from it
+        drawn_by_numpy = b"" if numpy is None else pickle.dumps(numpy.random.get_state())
+        return random.getstate(), drawn_by_numpy, drawn
 
     def _add(self, hazard: Hazard, site: Site | None = None) -> None:
         if all(hazard != known for known, _ in self._found):
@@ -254,6 +257,8 @@ def _obstacle(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> str |
         if not isinstance(leaf, torch.Tensor | torch.nn.Module | torch.Size | Live) and not is_constant(leaf):
             return f"{path} is a {type(leaf).__name__}"
     tensors = [t for _, t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    if any(map(is_transformed, [*tensors, *(t for _, t in tree_leaves(result) if isinstance(t, torch.Tensor))])):
+        return "it is inside of a transform of torch.func"
     given = {t.untyped_storage()._cdata for t in tensors if not is_scattered(t)}
     for path, leaf in tree_leaves(result, "its result"):
         if isinstance(leaf, torch.Tensor):

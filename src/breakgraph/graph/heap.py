@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
+import time
 import types
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import compress
 from typing import Any
 
@@ -18,6 +21,8 @@ class _Mark:
 
 
 _NUM_AT_ONCE = 4096
+_LONG_SEC = 1.0
+_lock = threading.RLock()
 _mark: _Mark | None = None
 _frozen: list[weakref.ref[torch.nn.Module]] | None = None
 """None: nothing is."""
@@ -32,12 +37,14 @@ def all_modules(fn: object = None) -> list[torch.nn.Module]:
     Args:
         fn: Frozen modules that it uses are found too, though nobody but a local variable may hold it.
     """
-    kinds = _module_types()
-    objects = gc.get_objects()
-    found = _of_types(objects, kinds | {_Mark})
-    modules = [item for item in found if item is not _mark]
-    if len(modules) == len(found):
-        remember(_of_types(_walk([sys.modules, *objects]), kinds) if gc.get_freeze_count() else None)
+    kinds = _types_of(torch.nn.Module)
+    with undisturbed():
+        objects = gc.get_objects()
+        found = _of_types(objects, kinds | {_Mark})
+        modules = [item for item in found if item is not _mark]
+        if len(modules) == len(found):
+            remember(_of_types(_walk([sys.modules, *objects]), kinds) if gc.get_freeze_count() else None)
+        del objects
     if _frozen is None:
         return modules
     remembered = [module for reference in _frozen if (module := reference()) is not None]
@@ -70,9 +77,33 @@ def _namespaces() -> set[int]:
     return {id(vars(item)) for item in list(sys.modules.values()) if issubclass(type(item), types.ModuleType)}
 
 
-def _module_types() -> set[type]:
+def alive(base: type) -> list[Any]:
+    """The objects of a type that the collector shows, and of the types derived from it."""
+    with undisturbed():
+        return _of_types(gc.get_objects(), _types_of(base))
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """While all objects of the process are in a list: no other thread may meet it.
+
+    One that makes a tuple fails when somebody else holds the half of it, and memory that a second capture has let go of
+    is not free while a list of the first has it. So threads take turns less often here, and captures wait for another.
+    """
+    with _lock:
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(_LONG_SEC)
+        if threading.active_count() > 1:
+            time.sleep(2 * usual)  # whoever waits by now was promised its turn
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(usual)
+
+
+def _types_of(base: type) -> set[type]:
     kinds: set[type] = set()
-    waiting: list[type] = [torch.nn.Module]
+    waiting: list[type] = [base]
     while waiting:
         kind = waiting.pop()
         if kind not in kinds:

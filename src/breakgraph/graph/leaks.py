@@ -11,15 +11,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from breakgraph.graph.device import Block, Pool
+from breakgraph.graph.heap import alive
 from breakgraph.graph.tree import describe
 
 
 def find_holders(pool: Pool, blocks: Sequence[Block]) -> list[str]:
     """One line for each live tensor in ``blocks`` of ``pool``: what it is, and what refers to it."""
     lines = []
-    objects = gc.get_objects()
-    for candidate in objects:
-        if not issubclass(type(candidate), torch.Tensor) or issubclass(type(candidate), FakeTensor):
+    tensors = alive(torch.Tensor)
+    for candidate in tensors:
+        if issubclass(type(candidate), FakeTensor):
             continue
         try:
             storage = candidate.untyped_storage()
@@ -28,7 +29,7 @@ def find_holders(pool: Pool, blocks: Sequence[Block]) -> list[str]:
             continue
         in_blocks = any(block.address <= address < block.address + block.nbytes for block in blocks)
         if in_blocks and not pool.is_view(storage):
-            referrers = [referrer for referrer in gc.get_referrers(candidate) if referrer is not objects]
+            referrers = [referrer for referrer in gc.get_referrers(candidate) if referrer is not tensors]
             holders = [name for referrer in referrers if (name := _name(referrer, candidate))]
             lines.append(f"{describe(candidate)}, held by {' and '.join(sorted(set(holders))) or 'unknown'}")
     return lines

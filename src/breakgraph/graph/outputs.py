@@ -8,7 +8,16 @@ import torch
 
 from breakgraph.errors import CaptureError
 from breakgraph.graph.boundary import overlaps_itself
-from breakgraph.graph.tree import Tree, describe, is_scattered, layout_of, tree_leaves, tree_map, tree_structure
+from breakgraph.graph.tree import (
+    Tree,
+    describe,
+    is_constant,
+    is_scattered,
+    layout_of,
+    tree_leaves,
+    tree_map,
+    tree_structure,
+)
 
 _ALIGNMENT = 512
 
@@ -85,7 +94,14 @@ def copy_into(places: Tree, outputs: Tree) -> None:
         raise _changed("the output's structure", type(places).__name__, type(outputs).__name__)
     for (path, place), (_, output) in zip(tree_leaves(places, "output"), tree_leaves(outputs), strict=True):
         if not isinstance(place, torch.Tensor):
-            if type(output) is not type(place) or not (output is place or output == place):
+            if output is place:
+                continue
+            if not is_constant(output) or not is_constant(place):
+                raise CaptureError(
+                    f"{path} is of the type {type(output).__name__}, and each call makes another one, which a replay "
+                    "cannot; return tensors, constants, or tuples, lists, dicts or dataclasses of them"
+                )
+            if type(output) is not type(place) or output != place:
                 raise _changed(path, describe(place), describe(output))
         elif not isinstance(output, torch.Tensor) or output.shape != place.shape or output.dtype != place.dtype:
             raise _changed(path, describe(place), describe(output))

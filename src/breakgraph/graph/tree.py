@@ -33,6 +33,11 @@ def is_scattered(tensor: torch.Tensor) -> bool:
     return tensor.layout is not torch.strided
 
 
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether it stands for many inside of `torch.func.vmap`, or is followed by one of its kind."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def layout_of(tensor: torch.Tensor) -> str:
     """For a person: ``sparse_coo``, say."""
     return str(tensor.layout).removeprefix("torch.")

@@ -122,6 +122,7 @@ def _from_folder(folder: Path, name: str) -> ModelSource:
             raise WeightsError(f"{folder} holds {len(gguf)} .gguf files; keep one: {', '.join(p.name for p in gguf)}")
         return ModelSource(name, _load_config(gguf[0]), folder, gguf[0].name)
     config = _load_config(_config_file(folder))
+    _check_generation_config(folder)
     check_safetensors(folder)
     return ModelSource(name, config, folder)
 
@@ -131,6 +132,21 @@ def _config_file(folder: Path) -> Path:
     if not path.is_file():
         raise ModelNotFoundError(f"{folder.absolute()} is no model folder: it holds no config.json")
     return path
+
+
+def _check_generation_config(folder: Path) -> None:
+    """Of the optional file that names what ends an answer. `transformers` does without one that it cannot read."""
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        way_out = "fetch it again, or remove it"
+        raise ConfigError(f"{path} is no generation configuration in JSON: {error}; {way_out}") from error
+    each = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in each):
+        raise ConfigError(f"{path}: eos_token_id must be a token id or a list of them, got {ids!r}")
 
 
 def _load_config(path: Path) -> PreTrainedConfig:
@@ -148,7 +164,10 @@ def _load_config(path: Path) -> PreTrainedConfig:
 
     if model_type not in CONFIG_MAPPING:
         raise UnsupportedModelError(f"{path}: transformers has no architecture for model_type {model_type!r}")
-    return AutoConfig.from_pretrained(path, local_files_only=True)
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # its classes check their fields in ways of their own
+        raise ConfigError(f"{path} is refused by transformers: {type(error).__name__}: {error}") from error
 
 
 def check_safetensors(folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from breakgraph.attention import LayerAttention
-from breakgraph.errors import UnsupportedModelError
+from breakgraph.errors import ConfigError, UnsupportedModelError
 from breakgraph.models.hook import ATTENTION_NAME, discover_layers
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -57,12 +57,18 @@ def build_model(config: PreTrainedConfig, dtype: torch.dtype, experts: str) -> P
 
     Raises:
         UnsupportedModelError: when no causal language model belongs to the configuration.
+        ConfigError: the class cannot be made from it.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(f"transformers has no causal language model of model_type {config.model_type!r}")
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        copy.deepcopy(config), dtype=dtype, attn_implementation=ATTENTION_NAME, experts_implementation=experts
-    )
+    options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME, "experts_implementation": experts}
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"transformers makes no {config.model_type!r} model from this configuration ({what}); look at its values"
+        ) from error
     return model
 
 

@@ -6,13 +6,22 @@ import contextlib
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 
 import breakgraph
-from breakgraph.errors import BreakResultError, CaptureError, ConfigError, HazardError, HazardWarning
-from breakgraph.graph import PlanFamily
+from breakgraph.errors import (
+    BreakArgumentError,
+    BreakResultError,
+    CaptureError,
+    ConfigError,
+    HazardError,
+    HazardWarning,
+)
+from breakgraph.graph import PlanFamily, eager_on_graph
 
 
 def item_branch(x: Tensor) -> Tensor:
@@ -50,6 +59,10 @@ def host_random(x: Tensor) -> Tensor:
     return x * random.random()
 
 
+def numpy_random(x: Tensor) -> Tensor:
+    return x * np.random.rand()
+
+
 PLANTED: list[tuple[Callable[[Tensor], Tensor], str, str]] = [
     (item_branch, "host sync", "_local_scalar_dense"),
     (upload, "pageable copy", r"torch\.tensor\(data, device"),
@@ -59,7 +72,9 @@ PLANTED: list[tuple[Callable[[Tensor], Tensor], str, str]] = [
     (printed, "host sync", "__format__"),
     (own_generator, "unregistered generator", "with a generator"),
     (host_random, "unregistered generator", "a random generator"),
+    (numpy_random, "unregistered generator", "a random generator"),
 ]
+HOST_RANDOM = (host_random, numpy_random)
 EACH = pytest.mark.parametrize(("planted", "kind", "what"), PLANTED, ids=[fn.__name__ for fn, _, _ in PLANTED])
 
 
@@ -91,12 +106,12 @@ def test_f25_a_hazard_is_named_with_module_line_and_way_out(
     (hazard,) = caught.value.report.blocking
     assert hazard.kind == kind
     assert hazard.way_out in str(caught.value)
-    if planted is not host_random:  # drawn where no operator shows
+    if planted not in HOST_RANDOM:  # drawn where no operator shows
         assert hazard.module == "Model.inner"
         assert f"{__file__}:{planted.__code__.co_firstlineno + 1} in {planted.__name__}" == hazard.source
 
 
-@pytest.mark.parametrize("planted", [fn for fn, _, _ in PLANTED if fn is not host_random], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("planted", [fn for fn, _, _ in PLANTED if fn not in HOST_RANDOM], ids=lambda fn: fn.__name__)
 def test_f25_on_hazard_break_makes_it_work(planted: Callable[[Tensor], Tensor]) -> None:
     model, x = Model(planted), torch.randn(3, 4)
     with torch.no_grad(), breakgraph.capture(model, x, on_hazard="break") as graph:
@@ -468,3 +483,22 @@ def test_a_model_that_a_pipeline_holds_is_captured(device: torch.device) -> None
     pipeline, x = Pipeline(nn.Linear(4, 4).to(device)), torch.randn(2, 4, device=device)
     with torch.no_grad(), breakgraph.capture(pipeline, x, verify=True) as captured:
         assert torch.equal(captured.replay(), pipeline(x))
+
+
+@eager_on_graph
+def tripled(x: Tensor) -> Tensor:
+    return x * 3
+
+
+def test_transforms_of_functions_are_captured_whole(device: torch.device) -> None:
+    layer, x = nn.Linear(3, 3).to(device), torch.randn(2, 3, device=device)
+
+    def gradients(x: Tensor) -> dict[str, Tensor]:
+        return grad(lambda weights: functional_call(layer, weights, (x,)).sum())(dict(layer.named_parameters()))
+
+    for fn in (vmap(layer), gradients):
+        with breakgraph.capture(fn, x) as graph:
+            x.data.normal_()
+            torch.testing.assert_close(graph.replay(), fn(x))
+    with pytest.raises(BreakArgumentError, match=r"inside of a transform of torch\.func"):
+        breakgraph.capture(vmap(tripled), x)

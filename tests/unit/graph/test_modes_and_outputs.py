@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from breakgraph.errors import CaptureError, StaleOutputError, StalePlanError
+from breakgraph.errors import CaptureError, StaleOutputError, StalePlanError, UncapturableOpError
 from breakgraph.graph import Plan, PlanFamily, eager_on_graph
 
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
@@ -167,6 +168,34 @@ def test_a_function_that_changes_its_mind_is_refused(device: torch.device, famil
     calls = iter(range(9))
     with torch.no_grad(), pytest.raises(CaptureError, match="in the warm-up"):
         family.capture(lambda: x[: 4 - next(calls)] + 1)
+
+
+@pytest.mark.parametrize("kind", ["SimpleNamespace", "set", "generator"])
+def test_outputs_that_no_replay_can_make_are_refused(device: torch.device, family: PlanFamily, kind: str) -> None:
+    x = torch.randn(4, device=device)
+    make: dict[str, Callable[[Tensor], object]] = {
+        "SimpleNamespace": lambda y: SimpleNamespace(y=y), "set": lambda y: {y}, "generator": lambda y: iter([y])
+    }  # fmt: skip
+    named = {"generator": "list_iterator"}.get(kind, kind)
+    with torch.no_grad(), pytest.raises(CaptureError, match=f"type {named}, and each call makes another"):
+        family.capture(lambda: make[kind](x + 1))
+
+
+def test_a_gradient_does_not_get_lost_in_a_break(device: torch.device, family: PlanFamily) -> None:
+    layer, x = nn.Linear(4, 4).to(device), torch.randn(3, 4, device=device)
+
+    def gradient() -> Tensor:
+        y = x.detach().requires_grad_()
+        return torch.autograd.grad((normalise(layer(y)) + y * y).sum(), y)[0]
+
+    with pytest.raises(UncapturableOpError, match=r"pass through the break normalise.* detach what"):
+        family.capture(gradient)
+    layer(x).sum().backward()  # nothing is left on the weights
+    plan = family.capture(lambda: normalise(layer(x)))
+    assert torch.equal(plan.replay(), normalise(layer(x)))
+    plan = family.capture(gradient, breaks=False)
+    x.normal_()
+    assert torch.equal(plan.replay(), gradient())
 
 
 def test_an_external_tensor_whose_owner_is_gone_is_kept(device: torch.device, family: PlanFamily) -> None:

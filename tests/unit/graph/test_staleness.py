@@ -57,6 +57,11 @@ def drop_buffer(model: Model) -> None:
     del model.norm.running_var
 
 
+def wrap_layer(model: Model) -> None:
+    """As adapters are put around layers: the weight stays."""
+    model.proj = nn.Sequential(model.proj, nn.Tanh()).eval()
+
+
 CHANGES: list[tuple[Callable[[Model], object], str]] = [
     (replace_weight, r"Model\.proj\.weight was float32.* in other memory"),
     (replace_data, r"Model\.proj\.weight was float32.* in other memory"),
@@ -66,8 +71,15 @@ CHANGES: list[tuple[Callable[[Model], object], str]] = [
     (lambda model: model.train(), "module Model was in evaluation mode and is in training mode"),
     (lambda model: model.drop.train(), r"module Model\.drop was in evaluation mode"),
     (lambda model: model.double(), r"was float32.* and is float64"),
+    (wrap_layer, r"module Model\.proj was Linear and is Sequential"),
+    (lambda model: setattr(model, "drop", nn.Dropout(0.1).eval()), r"module Model\.drop was Dropout and is another"),
+    (lambda model: model.add_module("head", nn.Tanh()), r"module Model\.head was nothing and is Tanh"),
+    (lambda model: delattr(model, "drop"), r"module Model\.drop was Dropout and is nothing"),
 ]
-NAMES = ["weight", "data", "buffer", "attribute", "removed", "train", "train-inner", "dtype"]
+NAMES = [
+    "weight", "data", "buffer", "attribute", "removed", "train", "train-inner", "dtype", "wrapped", "replaced", "added",
+    "deleted",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES, ids=NAMES)
@@ -112,6 +124,14 @@ def test_f33_an_invalidated_family_is_captured_again_through_its_backend() -> No
             backend.replay(key)
         backend.capture(key, lambda: model(x))
         assert torch.equal(backend.replay(key), model(x))
+
+
+def test_the_order_of_modules_counts() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).eval(), torch.randn(3, 4)
+    with torch.no_grad(), breakgraph.capture(model, x) as graph:
+        model._modules["0"] = model._modules.pop("0")
+        with pytest.raises(StalePlanError, match="the modules in Sequential have another order"):
+            graph.replay()
 
 
 def test_weights_that_only_breaks_read_may_be_replaced() -> None:
