@@ -30,17 +30,23 @@ def check_supported(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat1
 
     Raises:
         UnsupportedModelError: naming what is missing.
+        ConfigError: the class cannot be made with these values.
     """
     _check_config(config)
     with torch.device("meta"):
         try:
             model = build_model(config, dtype, experts="batched_mm")
-        except KeyError as error:
-            if error.args != (ATTENTION_NAME,):
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
                 raise
-            raise UnsupportedModelError(
-                f"model_type {config.model_type!r} picks its attention from a table of its own, not from the attention "
-                "interface of transformers"
+            if error.args == (ATTENTION_NAME,):
+                raise UnsupportedModelError(
+                    f"model_type {config.model_type!r} picks its attention from a table of its own, not from the "
+                    "attention interface of transformers"
+                ) from error
+            raise ConfigError(
+                f"transformers makes no {config.model_type!r} model of this configuration "
+                f"({type(error).__name__}: {error}); look at its values"
             ) from error
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(
@@ -57,18 +63,12 @@ def build_model(config: PreTrainedConfig, dtype: torch.dtype, experts: str) -> P
 
     Raises:
         UnsupportedModelError: when no causal language model belongs to the configuration.
-        ConfigError: the class cannot be made from it.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(f"transformers has no causal language model of model_type {config.model_type!r}")
-    options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME, "experts_implementation": experts}
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            f"transformers makes no {config.model_type!r} model from this configuration ({what}); look at its values"
-        ) from error
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), dtype=dtype, attn_implementation=ATTENTION_NAME, experts_implementation=experts
+    )
     return model
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,18 @@ def test_a_refusal_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main.main(["bench", "prefill", "--tokens", "4", "--requests", "8", "--out", str(out)]) == 2
     assert "requests: expected at most 4" in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize(("place", "why"), [("", "it is a folder"), ("file/result.json", "exists|directory")])
+def test_a_result_that_cannot_be_written_is_said_first(
+    place: str, why: str, llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main.main([*SMALL, "--model", str(llama_folder), "--out", str(tmp_path / place)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.search(f"no result can be written to .*({why})", printed.err)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("num_lines", [1, 3])

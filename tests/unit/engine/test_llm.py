@@ -211,6 +211,12 @@ def test_as_many_params_as_prompts(idle: LLM, count: int) -> None:
         idle.generate([[1], [2]], [GREEDY] * count, use_tqdm=False)
 
 
+@pytest.mark.parametrize("params", ["hot", {"max_tokens": 1}, [{"max_tokens": 1}], [None], 3])
+def test_params_of_another_kind_are_refused(idle: LLM, params: Any) -> None:
+    with pytest.raises(ConfigError, match="sampling_params must be SamplingParams"):
+        idle.generate([[1]], params)
+
+
 def test_a_request_that_never_fits_is_refused_and_others_wait_their_turn(
     llama_folder: Path, device: torch.device, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

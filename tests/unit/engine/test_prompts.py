@@ -1,12 +1,18 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from breakgraph.engine import prompts as ways
 from breakgraph.engine.prompts import TokenPrompt, as_prompt_list, tokenize
 from breakgraph.errors import ConfigError, PromptError
 
 
 def encode(text: str) -> list[int]:
     return list(text.encode())
+
+
+ARRAY = np.array([1, 2])
 
 
 @pytest.mark.parametrize(
@@ -20,6 +26,7 @@ def encode(text: str) -> list[int]:
         (["ab", [1], {"prompt": "c"}], ["ab", [1], {"prompt": "c"}]),
         ([], []),
         ([[]], [[]]),
+        ([ARRAY], [ARRAY]),
     ],
 )
 def test_one_prompt_or_many(prompts: object, expected: list[object]) -> None:
@@ -56,6 +63,7 @@ def test_every_form_becomes_token_ids(prompt: object, expected: TokenPrompt) -> 
         [1, "a"],
         [1.0],
         [True],
+        ARRAY,
         {"prompt": [1]},
         {"prompt_token_ids": "ab"},
         {"text": "ab"},
@@ -66,3 +74,15 @@ def test_every_form_becomes_token_ids(prompt: object, expected: TokenPrompt) -> 
 def test_a_malformed_prompt_is_refused(prompt: object) -> None:
     with pytest.raises(PromptError, match="prompt"):
         tokenize(prompt, encode)  # type: ignore[arg-type]
+
+
+def test_bytes_that_are_no_text_are_refused() -> None:
+    with pytest.raises(PromptError, match=r"not valid Unicode: '\\udcff' at 1"):
+        ways.encode(None, "a\udcff")
+
+
+@pytest.mark.parametrize("conversation", ["hi", {"role": "user"}, [], ["hi"], [{"content": "hi"}]])
+def test_what_is_no_conversation_is_refused(conversation: object) -> None:
+    tokenizer = SimpleNamespace(chat_template="a template")
+    with pytest.raises(PromptError, match="a conversation is a list of messages, dicts with 'role'"):
+        ways.apply_chat_template(tokenizer, conversation, "a model")  # type: ignore[arg-type]

@@ -92,6 +92,22 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[ConfigError], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), ModelNotFoundError, "holds no config.json"),
     "config no JSON": (lambda f: (f / "config.json").write_text("{"), ConfigError, "config.json is not a model config"),
     "config a list": (lambda f: (f / "config.json").write_text("[]"), ConfigError, "config.json is not a model config"),
+    "generation no JSON": (
+        lambda f: (f / "generation_config.json").write_text('{"eos_token_id": 3'),
+        ConfigError,
+        "generation_config.json is no generation configuration in JSON.*or remove it",
+    ),
+    "generation a list": (lambda f: (f / "generation_config.json").write_text("[1]"), ConfigError, "no generation"),
+    "an end in words": (
+        lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "67"}'),
+        ConfigError,
+        "eos_token_id must be a token id or a list of them, got '67'",
+    ),
+    "wrong kind of value": (
+        lambda f: edit_config(f, hidden_size="wide"),
+        ConfigError,
+        r"config\.json is refused by transformers: .*hidden_size",
+    ),
     "no such architecture": (
         lambda f: edit_config(f, model_type="llama9000"),
         UnsupportedModelError,

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from breakgraph.errors import UnsupportedModelError
+from breakgraph.errors import ConfigError, UnsupportedModelError
 from breakgraph.models import check_supported
 from breakgraph.models.presets import PRESETS
 from breakgraph.models.source import resolve_model
@@ -94,6 +94,12 @@ REFUSED = {
 def test_refusals_name_what_is_missing(config: object, message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         check_supported(config(), torch.float32)
+
+
+def test_values_that_make_no_model_are_named() -> None:
+    config = transformers.LlamaConfig(**SMALL, hidden_act="nope")
+    with pytest.raises(ConfigError, match=r"makes no 'llama' model .*KeyError: 'nope'.*look at its values"):
+        check_supported(config, torch.float32)
 
 
 @pytest.mark.parametrize("name", PRESETS)
