@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from breakgraph.engine.answer_text import AnswerText
+from unit.engine.all_bytes import fallback_tokenizer
 
 
 class ByteTokenizer:
@@ -67,3 +68,21 @@ def test_pieces_are_the_text_up_to_the_stop_string_that_is_complete_first(text: 
 @pytest.mark.parametrize("stop", [[], ["zzz"]])
 def test_stop_strings_that_never_come_change_nothing(stop: list[str]) -> None:
     assert "".join(pieces("é is one, 😀 too".encode(), *stop)[0]) == "é is one, 😀 too"
+
+
+@pytest.mark.parametrize("stop", ["a", " a", "吗", "好吗", "好\n", "吗 a"])
+def test_a_stop_string_after_characters_that_the_vocabulary_lacks(stop: str) -> None:
+    tokenizer = fallback_tokenizer()
+    text = "😀你好\n你好吗 a b"
+    answer = AnswerText(tokenizer, tokenizer("b 😀😀").input_ids, [stop])
+    shown = [answer.append(token) for token in tokenizer(text).input_ids[1:]]
+    assert answer.stop_reason == stop
+    assert "".join(shown) + answer.finish() == answer.shown == text[: text.index(stop)]
+
+
+def test_each_character_that_the_vocabulary_lacks_comes_with_its_last_byte() -> None:
+    tokenizer = fallback_tokenizer()
+    answer = AnswerText(tokenizer, tokenizer("a").input_ids, ["zzz"])
+    shown = [answer.append(token) for token in tokenizer("你😀 a").input_ids[1:]]
+    assert shown == ["", "", "你", "", "", "", "😀", " ", "a"]
+    assert answer.finish() == ""
