@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import getitem, is_, itemgetter
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from breakgraph.graph.tree import describe, tree_leaves
 _WAY_OUT = "update tensors in place, put modes back, or call invalidate() and capture again"
 _data_ptr = torch.Tensor.data_ptr
 _training = itemgetter("training")
+_values = dict.values
 _WITHOUT_MODES = (
     torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.Conv1d, torch.nn.Conv2d,
     torch.nn.Identity, torch.nn.ReLU, torch.nn.SiLU, torch.nn.GELU, torch.nn.ModuleList, torch.nn.ModuleDict,
@@ -150,7 +152,7 @@ class Fingerprint:
         self._parents = _with_lasting_children(chains, own)
         self._families = [parent._modules for parent in self._parents]
         self._children = [dict(family) for family in self._families]
-        self._child_ids = self._ids_of_children()
+        self._sizes_and_children = self._look_at_children()
         moded = _with_modes(chains)
         # Modules of TorchScript keep their flag elsewhere, and are asked.
         self._scripted = [module for module in moded if "training" not in module.__dict__]
@@ -165,7 +167,8 @@ class Fingerprint:
             StalePlanError: a tensor was replaced or moved, a module has other modules in it or changed between training
                 and evaluation, or the version token differs.
         """
-        if not self._has_same_tensors() or self._modes() != self._flags or self._ids_of_children() != self._child_ids:
+        is_same = self._has_same_tensors() and self._modes() == self._flags
+        if not is_same or self._look_at_children() != self._sizes_and_children:
             raise StalePlanError(f"{self._difference()}; {_WAY_OUT}")
         if self._version is not None and (token := self._version()) != self._token:
             raise StalePlanError(f"version= gave {self._token!r} at the capture and gives {token!r} now; {_WAY_OUT}")
@@ -174,8 +177,9 @@ class Fingerprint:
         flags = list(map(_training, self._attributes))
         return flags + [module.training for module in self._scripted] if self._scripted else flags
 
-    def _ids_of_children(self) -> list[list[int]]:
-        return [[*map(id, family.values())] for family in self._families]
+    def _look_at_children(self) -> list[Any]:
+        """How many there are in each module, and all of them. Lists compare what they hold by identity first."""
+        return [*map(len, self._families), *itertools.chain.from_iterable(map(_values, self._families))]
 
     def _has_same_tensors(self) -> bool:
         try:
