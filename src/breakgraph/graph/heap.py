@@ -21,7 +21,7 @@ class _Mark:
 
 
 _NUM_AT_ONCE = 4096
-_LONG_SEC = 1.0
+_LONG_SEC = 0.2
 _lock = threading.RLock()
 _mark: _Mark | None = None
 _frozen: list[weakref.ref[torch.nn.Module]] | None = None
