@@ -36,7 +36,10 @@ def run(args: argparse.Namespace) -> int:
     if args.out is None:
         found = asyncio.run(run_load(load, key))
     else:
+        from breakgraph.bench.result import check_writable
+
         check_is_here(load.url)
+        check_writable(args.out)
         found = asyncio.run(run_load(load, key, check_device_is_here))
     print(json.dumps({"load": dataclasses.asdict(load), **found}) if "json" in given else render(found))
     if args.out is not None:

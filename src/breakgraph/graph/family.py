@@ -24,6 +24,7 @@ from breakgraph.graph.device import Device, Segment, get_device
 from breakgraph.graph.eager_break import active
 from breakgraph.graph.fingerprint import Fingerprint, ModuleIndex
 from breakgraph.graph.hazards import OnHazard
+from breakgraph.graph.heap import between_walks
 from breakgraph.graph.leaks import find_holders
 from breakgraph.graph.modes import ExecMode, capture_window
 from breakgraph.graph.outputs import OutputBuffer
@@ -223,7 +224,8 @@ class PlanFamily:
         self.device.synchronize()
         if builder.new_blocks:
             gc.collect()
-        left = builder.new_blocks
+        with between_walks() if builder.new_blocks else nullcontext():
+            left = builder.new_blocks
         if left:
             holders = find_holders(self._pool, left) or [f"{len(left)} blocks whose holder Python cannot see"]
             raise PoolLeakError(

@@ -84,6 +84,13 @@ def alive(base: type) -> list[Any]:
 
 
 @contextmanager
+def between_walks() -> Iterator[None]:
+    """While no other thread has a list of all objects, which holds what it lists."""
+    with _lock:
+        yield
+
+
+@contextmanager
 def undisturbed() -> Iterator[None]:
     """While all objects of the process are in a list: no other thread may meet it.
 

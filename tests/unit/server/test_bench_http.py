@@ -167,13 +167,14 @@ def test_a_result_file_is_refused_before_the_load_when_its_device_is_elsewhere(
     assert (out.exists(), sent) == (False, [])
 
 
-def test_what_was_seen_is_printed_even_when_the_file_cannot_be_written(
+def test_a_file_that_cannot_be_written_is_said_first(
     server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["bench", "serve", "--url", server.url, *SMALL, "--max-tokens", "5", "--out", str(tmp_path)]
-    with pytest.raises(OSError, match=tmp_path.name):
-        main(argv)
-    assert "12 requests answered" in capsys.readouterr().out
+    assert main(argv) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"no result can be written to {tmp_path}: it is a folder" in printed.err
 
 
 def test_requests_that_fail_are_counted_and_end_with_1(
