@@ -92,10 +92,11 @@ def between_walks() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """While all objects of the process are in a list: no other thread may meet it.
+    """While all objects of the process are in a list: other threads had better not meet it.
 
     One that makes a tuple fails when somebody else holds the half of it, and memory that a second capture has let go of
     is not free while a list of the first has it. So threads take turns less often here, and captures wait for another.
+    A walk that takes longer than a turn can still be met.
     """
     with _lock:
         usual = sys.getswitchinterval()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import breakgraph
 from breakgraph.errors import StalePlanError
 from breakgraph.graph import Plan, PlanFamily, heap
 
@@ -140,31 +137,3 @@ def test_objects_are_not_asked_what_they_are(device: torch.device, family: PlanF
     gc.freeze()
     with torch.no_grad():
         check_stale(family.capture(fn), model)
-
-
-def test_other_threads_never_meet_the_list_of_all_objects() -> None:
-    """A tuple that is being made fails when somebody else holds it. Nor do captures disturb each other."""
-    is_over, failed = threading.Event(), []
-
-    def make_tuples() -> None:
-        while not is_over.is_set():
-            try:
-                tuple(str(number) for number in range(2000))
-            except SystemError as error:
-                failed.append(error)
-
-    def capture(_: int) -> None:
-        model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(4, 8)
-        for _ in range(3):
-            with torch.no_grad(), breakgraph.capture(model, x) as graph:
-                assert torch.equal(graph.replay(), model(x))
-
-    maker = threading.Thread(target=make_tuples)
-    maker.start()
-    try:
-        with ThreadPoolExecutor(3) as pool:
-            list(pool.map(capture, range(3)))
-    finally:
-        is_over.set()
-        maker.join()
-    assert failed == []
