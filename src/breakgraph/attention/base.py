@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
@@ -50,7 +50,7 @@ class AttentionBackend(ABC):
     Borrows: the KV cache that `bind` names. Stateless otherwise: what differs from step to step is in the metadata.
     """
 
-    name: ClassVar[str]
+    name: str
 
     def __init__(self, layers: Iterable[LayerAttention]) -> None:
         self.layers: Mapping[int, LayerAttention] = {layer.layer_id: layer for layer in layers}
@@ -78,6 +78,10 @@ class AttentionBackend(ABC):
 
     def for_phase(self, phase: str) -> AttentionBackend:
         """The implementation that serves this phase's steps."""
+        return self
+
+    def for_step(self, step: AttentionStep) -> AttentionBackend:
+        """The implementation that serves this step."""
         return self
 
     @abstractmethod

@@ -34,7 +34,7 @@ class FlashMetadata(AttentionMetadata):
 
 
 class FlashAttention(AttentionBackend):
-    name: ClassVar[str] = "flash"
+    name: str = "flash"
 
     @classmethod
     def refusal(cls, layer: LayerAttention, device: torch.device, dtype: torch.dtype) -> str | None:

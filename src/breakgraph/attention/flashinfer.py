@@ -15,7 +15,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -43,7 +43,7 @@ class FlashInferAttention(AttentionBackend):
     One plan is in force at a time: planning a step retires the metadata of the step before.
     """
 
-    name: ClassVar[str] = "flashinfer"
+    name: str = "flashinfer"
 
     def __init__(self, layers: Iterable[LayerAttention]) -> None:
         try:

@@ -7,12 +7,13 @@ import importlib.util
 import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 
 from breakgraph.attention.base import DECODE, AttentionBackend, AttentionMetadata, GraphSupport, LayerAttention
 from breakgraph.attention.kv_buffers import KVCacheBuffers
+from breakgraph.attention.sized import SizedAttention
 from breakgraph.attention.step import AttentionStep
 from breakgraph.errors import ConfigError, UnknownNameError
 
@@ -30,7 +31,7 @@ ATTENTION_NAMES = ("auto", *sorted(_WHERE))
 
 PREFILL = "prefill"
 # What auto tries on CUDA in half precision, in the order of speed on an H200 with heads of 128; sdpa takes the rest.
-# Triton plans nothing on the host, which a decode step feels; it beats torch's FlashAttention on prompts.
+# Triton plans nothing on the host, which a decode step or a short prompt feels; it beats torch's FlashAttention.
 _PREFERRED = {PREFILL: ("flashinfer", "triton", "flash"), DECODE: ("triton", "flashinfer")}
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -46,7 +47,8 @@ def make_attention(
 ) -> AttentionBackend:
     """The implementation called `name`, for these layers on this device.
 
-    `auto` chooses one for the decode phase and one for all others, and logs each choice with its reason.
+    `auto` chooses one for the decode phase and one or two for all others, by how much work a step is, and logs each
+    choice with its reason.
 
     Args:
         block_size: tokens in a block of the cache that it will be bound to.
@@ -109,6 +111,9 @@ def _choose(demand: _Demand) -> AttentionBackend:
                 break
             passed_over.append(f"{name} {reason}")
         logger.info("attention=%s for %s: %s", chosen[phase].name, phase, "; ".join(passed_over) or "first choice")
+    if chosen[PREFILL].name == "flashinfer" and _make_for(PREFILL, "triton", demand, made) is None:
+        chosen[PREFILL] = SizedAttention(made["triton"], chosen[PREFILL])
+        logger.info("attention=triton for prefill of little work: it plans nothing on the host")
     if chosen[PREFILL] is chosen[DECODE]:
         return chosen[PREFILL]
     return PhaseAttention(chosen[PREFILL], {DECODE: chosen[DECODE]})
@@ -141,7 +146,7 @@ def _implementation(name: str) -> type[AttentionBackend]:
 class PhaseAttention(AttentionBackend):
     """Another implementation for some phases. A step's metadata names the one that planned it, so `attend` finds it."""
 
-    name: ClassVar[str] = "auto"
+    name: str = "auto"
 
     def __init__(self, default: AttentionBackend, by_phase: dict[str, AttentionBackend]) -> None:
         super().__init__(default.layers.values())
@@ -159,6 +164,9 @@ class PhaseAttention(AttentionBackend):
 
     def for_phase(self, phase: str) -> AttentionBackend:
         return self.by_phase.get(phase, self.default)
+
+    def for_step(self, step: AttentionStep) -> AttentionBackend:
+        return self.for_phase(step.phase).for_step(step)
 
     def graph_support(self, phase: str) -> GraphSupport:
         return self.for_phase(phase).graph_support(phase)

@@ -8,8 +8,6 @@ takes every row for every request slot, and keeps of it what belongs to the slot
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from breakgraph.attention.base import DECODE, AttentionBackend, AttentionMetadata, GraphSupport, LayerAttention
@@ -23,7 +21,7 @@ _MASKED = torch.finfo(torch.float32).min
 
 
 class SdpaAttention(AttentionBackend):
-    name: ClassVar[str] = "sdpa"
+    name: str = "sdpa"
 
     @classmethod
     def refusal(cls, layer: LayerAttention, device: torch.device, dtype: torch.dtype) -> str | None:

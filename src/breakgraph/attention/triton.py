@@ -5,15 +5,13 @@ All lengths are read on the device, so a full graph may hold it in every phase.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 import triton
 
 from breakgraph.attention.base import DECODE, AttentionBackend, AttentionMetadata, GraphSupport, LayerAttention
 from breakgraph.attention.kv_buffers import KVCacheBuffers
 from breakgraph.attention.step import AttentionStep
-from breakgraph.attention.triton_ops import dense_heads, paged_attention, store_in_bucket
+from breakgraph.attention.triton_ops import attend_stored, dense_heads, paged_attention, store_in_bucket
 from breakgraph.errors import ConfigError
 
 MAX_HEAD_DIM = 256
@@ -23,7 +21,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class TritonAttention(AttentionBackend):
-    name: ClassVar[str] = "triton"
+    name: str = "triton"
 
     def bind(self, kv: KVCacheBuffers) -> None:
         """Raises ConfigError for a block size that is not a power of two."""
@@ -90,20 +88,16 @@ class TritonAttention(AttentionBackend):
     ) -> None:
         step, kv = metadata.step, self.kv
         assert out.stride(-1) == 1, f"the columns of out are {out.stride(-1)} apart"
+        requests = step.requests()
+        caches = kv.key[layer.layer_id], kv.value[layer.layer_id]
+        starts = None if step.phase == DECODE else requests.cu_seqlens_q
+        if stored and starts is not None and q.is_cuda:  # the emulated device sees the writes of operators only
+            attend_stored(
+                dense_heads(q), *caches, requests.block_tables, requests.seq_lens, starts,
+                layer.sinks, layer.scale, layer.softcap, layer.window, out,
+            )  # fmt: skip
+            return
         paged_attention(
-            dense_heads(q),
-            dense_heads(k),
-            dense_heads(v),
-            step.slot_mapping_gpu,
-            kv.key[layer.layer_id],
-            kv.value[layer.layer_id],
-            step.block_tables_gpu,
-            step.seq_lens_gpu,
-            None if step.phase == DECODE else step.cu_seqlens_q_gpu,
-            layer.sinks,
-            layer.scale,
-            layer.softcap,
-            layer.window,
-            out,
-            stored,
-        )
+            dense_heads(q), dense_heads(k), dense_heads(v), step.slot_mapping_gpu, *caches, requests.block_tables,
+            requests.seq_lens, starts, layer.sinks, layer.scale, layer.softcap, layer.window, out, stored,
+        )  # fmt: skip

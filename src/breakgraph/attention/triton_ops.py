@@ -19,6 +19,7 @@ from breakgraph.attention.kv_buffers import KVCacheBuffers
 from breakgraph.attention.step import AttentionStep
 from breakgraph.attention.triton_decode import decode_kernel, merge_splits_kernel
 from breakgraph.attention.triton_kernels import store_kernel, varlen_kernel
+from breakgraph.attention.triton_launch import RepeatedLaunch
 
 MAX_SPLITS = 128
 MERGE_IN_DECODE = torch.version.hip is None
@@ -178,22 +179,42 @@ def varlen(
     window: int | None,
     out: torch.Tensor,
 ) -> None:
-    num_kv_heads, head_dim, v_head_dim = key_cache.shape[2], key_cache.shape[3], value_cache.shape[3]
-    group = q.shape[1] // num_kv_heads
-    large = _device_facts(q.device).large
-    tile = varlen_tile(padded(head_dim) + padded(v_head_dim), group, q.dtype, large)
-    num_reqs = starts.shape[0] - 1
-    num_tiles = q.shape[0] // (tile.block_m // group) + num_reqs + 1
-    varlen_kernel[(num_kv_heads * num_tiles,)](
-        out, q, key_cache, value_cache, tables, seq_lens, starts, q if sinks is None else sinks,
-        num_reqs, q.shape[0], tables.stride(0), window or 0, scale, softcap or 0.0,
-        q.stride(0), q.stride(1), out.stride(0), out.stride(1),
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
-        BLOCK_SIZE=key_cache.shape[1], BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        BLOCK_D=padded(head_dim), BLOCK_DV=padded(v_head_dim),
-        WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
+    like = (
+        q.device, q.dtype, key_cache.dtype, None if sinks is None else sinks.dtype, q.shape[1], *key_cache.shape[1:],
+        value_cache.shape[3], window is None, softcap is None,
     )  # fmt: skip
+    queries, options = _varlen_options(*like)
+    num_reqs = starts.shape[0] - 1
+    num_tiles = q.shape[0] // queries + num_reqs + 1
+    _LAUNCH_VARLEN(
+        like,
+        (key_cache.shape[2] * num_tiles, 1, 1),
+        (out, q, key_cache, value_cache, tables, seq_lens, starts, q if sinks is None else sinks),
+        (*q.stride()[:2], *out.stride()[:2]),
+        (num_reqs, q.shape[0], tables.stride(0), window or 0, scale, softcap or 0.0),
+        options,
+    )
+
+
+_LAUNCH_VARLEN = RepeatedLaunch(varlen_kernel)
+
+
+@lru_cache
+def _varlen_options(
+    device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, sinks_dtype: torch.dtype | None,
+    num_heads: int, block_size: int, num_kv_heads: int, head_dim: int, v_head_dim: int, has_no_window: bool,
+    has_no_softcap: bool,
+) -> tuple[int, dict[str, Any]]:  # fmt: skip
+    """Queries of a tile; and the constants of the kernel, with how it is compiled."""
+    group = num_heads // num_kv_heads
+    tile = varlen_tile(padded(head_dim) + padded(v_head_dim), group, dtype, _device_facts(device).large)
+    return tile.block_m // group, {
+        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "V_HEAD_DIM": v_head_dim,
+        "BLOCK_SIZE": block_size, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "BLOCK_D": padded(head_dim), "BLOCK_DV": padded(v_head_dim),
+        "WINDOW": not has_no_window, "SOFTCAP": not has_no_softcap, "SINKS": sinks_dtype is not None,
+        "num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": tile.max_registers,
+    }  # fmt: skip
 
 
 def decode(
@@ -273,6 +294,28 @@ def _paged_attention(
             if not stored:
                 store(k, v, slots, cu_seqlens_q, key_cache, value_cache)
             varlen(q, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, sinks, scale, softcap, window, out)
+
+
+def attend_stored(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    out: torch.Tensor,
+) -> None:
+    """What :data:`paged_attention` does where keys and values are stored, on CUDA, as a plain launch: for eager breaks,
+    which nobody records, and whose host time every step feels."""
+    if not q.shape[0]:
+        return
+    is_elsewhere = q.device.index != torch.cuda.current_device()
+    with torch.cuda.device(q.device) if is_elsewhere else nullcontext():
+        varlen(q, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, sinks, scale, softcap, window, out)
 
 
 def _store_kv(

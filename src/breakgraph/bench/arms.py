@@ -241,13 +241,22 @@ def give_memory_back() -> None:
 
 
 def case_rows(
-    group: StepGroup, name: str, shape: Mapping[str, Scalar], fusion: str, metrics: dict[str, dict[str, Metric]]
+    group: StepGroup,
+    name: str,
+    shape: Mapping[str, Scalar],
+    fusion: str,
+    batch: StepBatch,
+    metrics: dict[str, dict[str, Metric]],
 ) -> list[Row]:
-    """One row a backend; tells each. Then, of the first that captures, where the GPU's time goes."""
+    """One row a backend; tells each. Then, of the first that captures, where the GPU's time goes.
+
+    `attended_by` names the implementation of this step where `attention` chooses among several.
+    """
     rows: list[Row] = []
     kernels: list[Row] = []
     for backend, values in metrics.items():
         params = {**shape, "backend": backend, "fusion": fusion, "attention": group.attention}
+        params["attended_by"] = group.runners[backend].attention_name(batch)
         rows.append(Row(name=name, params=params, metrics=values))
         group.setting.tell(describe(rows[-1]))
         if not kernels and group.runners[backend].backend.captures and backend in group.profiles:

@@ -59,7 +59,8 @@ def _fusion_rows(
                     metrics = group.compare(batch, work, config.rounds)
                     for values in metrics.values():
                         values |= _against_bytes(setting, work, values)
-                    yield from case_rows(group, "decode", {"requests": requests, "context": context}, fusion, metrics)
+                    shape = {"requests": requests, "context": context}
+                    yield from case_rows(group, "decode", shape, fusion, batch, metrics)
 
 
 def _against_bytes(setting: Setting, work: Work, metrics: dict[str, Metric]) -> dict[str, Metric]:

@@ -66,4 +66,5 @@ def _fusion_rows(
                     lens = even_lens(tokens, requests)
                     work = step_work(model, lens, lens)
                     metrics = group.compare(batch, work, prefill_rounds(tokens, config.rounds))
-                    yield from case_rows(group, "prefill", {"tokens": tokens, "requests": requests}, fusion, metrics)
+                    shape = {"tokens": tokens, "requests": requests}
+                    yield from case_rows(group, "prefill", shape, fusion, batch, metrics)

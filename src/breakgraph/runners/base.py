@@ -262,6 +262,13 @@ class Runner(ABC):
         self.spec.check(batch)
         return self._replay(batch, self._bucket(batch)).clone()
 
+    def attention_name(self, batch: StepBatch) -> str:
+        """Which attention a replay of the step has, or its eager run where it fits no bucket."""
+        size = self.spec.bucket_for(batch.num_tokens, batch.num_reqs) if self.backend.captures else None
+        load = partial(live_fields, self.spec, batch, self.device)
+        fields = load() if size is None else self._allocated().load(batch, size)
+        return self.attention.for_step(self._attention_step(batch, fields, in_bucket=size is not None)).name
+
     def run_eager(self, batch: StepBatch) -> Tensor:
         """Logits [num_reqs, vocab] of one step without padding. Not counted in the stats.
 

@@ -115,8 +115,16 @@ def test_auto_on_cuda_is_triton_without_the_extra(logged: Callable[[], str]) -> 
 def test_auto_prefills_with_flashinfer_where_it_is_installed(logged: Callable[[], str]) -> None:
     attention = make_attention("auto", "cuda", torch.bfloat16, [PLAIN], in_graph=("decode",))
     assert isinstance(attention, PhaseAttention)
-    assert [attention.for_phase(phase).name for phase in ("prefill", "decode")] == ["flashinfer", "triton"]
+    names = [attention.for_phase(phase).name for phase in ("prefill", "decode")]
+    assert names == ["triton or flashinfer", "triton"]
     assert "attention=flashinfer for prefill: first choice" in logged()
+    assert "attention=triton for prefill of little work: it plans nothing on the host" in logged()
+
+
+@pytest.mark.usefixtures("hopper", "with_flashinfer")
+def test_flashinfer_takes_all_prompts_where_triton_cannot_serve() -> None:
+    attention = make_attention("auto", "cuda", torch.bfloat16, [PLAIN], in_graph=("decode",), block_size=24)
+    assert attention.for_phase("prefill").name == "flashinfer"
 
 
 @pytest.mark.usefixtures("hopper", "with_flashinfer")

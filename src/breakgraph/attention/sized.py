@@ -1,0 +1,83 @@
+"""Short steps by one implementation, long ones by another."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from breakgraph.attention.base import AttentionBackend, AttentionMetadata, GraphSupport, LayerAttention
+from breakgraph.attention.kv_buffers import KVCacheBuffers
+from breakgraph.attention.step import AttentionStep
+
+LONG_FLOPS = 3e12
+"""Of all layers of a step, from where a faster kernel is worth a plan on the host: FlashInfer's kernel saves about a
+tenth of Triton's time on an H200, which is what it takes to plan it once there are so many."""
+
+
+class SizedAttention(AttentionBackend):
+    """`short` plans nothing on the host, `long` is faster on much work. A step's metadata names who planned it.
+
+    A graph holds one of them: where the metadata has fixed slots, the bucket decides, by one request that fills it.
+    """
+
+    def __init__(self, short: AttentionBackend, long: AttentionBackend) -> None:
+        super().__init__(short.layers.values())
+        self.name = f"{short.name} or {long.name}"
+        self.short, self.long = short, long
+        self._flops: Counter[int | None] = Counter()
+        """Of a query and a key that it sees, in all layers of a window."""
+        for layer in self.layers.values():
+            self._flops[layer.window] += 2 * layer.num_heads * (layer.head_dim + layer.v_head_dim)
+        self._has_planned_long = False
+
+    def bind(self, kv: KVCacheBuffers) -> None:
+        super().bind(kv)
+        self.short.bind(kv)
+        self.long.bind(kv)
+        self._has_planned_long = False
+
+    @classmethod
+    def refusal(cls, layer: LayerAttention, device: torch.device, dtype: torch.dtype) -> str | None:
+        return None
+
+    def for_step(self, step: AttentionStep) -> AttentionBackend:
+        if not step.fixed_slots:
+            lens = list(zip(step.q_lens, step.seq_lens, strict=True))
+        elif self.long.graph_support(step.phase) == "varlen":
+            lens = [(step.padded_num_tokens, step.padded_num_tokens)]
+        else:
+            return self.short
+        flops = sum(each * sum(_num_pairs(*pair, window) for pair in lens) for window, each in self._flops.items())
+        return self.long if flops >= LONG_FLOPS else self.short
+
+    def graph_support(self, phase: str) -> GraphSupport:
+        return self.short.graph_support(phase)
+
+    def plan(self, step: AttentionStep) -> AttentionMetadata:
+        if not (self._has_planned_long or step.fixed_slots):
+            # Once ahead of need: what it compiles and allocates on first use belongs to a warm-up.
+            self._has_planned_long = True
+            self.long.plan(step)
+        return self.for_step(step).plan(step)
+
+    def store(self, k: torch.Tensor, v: torch.Tensor, layer: LayerAttention, metadata: AttentionMetadata) -> bool:
+        return metadata.backend.store(k, v, layer, metadata)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: LayerAttention,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+        stored: bool = False,
+    ) -> None:
+        metadata.backend.forward(q, k, v, layer, metadata, out, stored)
+
+
+def _num_pairs(q_len: int, seq_len: int, window: int | None) -> int:
+    """Of a query and a key that it sees, about; `q_len` queries at the end of `seq_len` keys."""
+    causal = q_len * seq_len - q_len * (q_len - 1) // 2
+    return causal if window is None else min(causal, q_len * window)
