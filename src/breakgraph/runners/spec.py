@@ -113,11 +113,11 @@ class PhaseSpec:
                 )
         slots = np.asarray(batch.slot_mapping)
         first, end = self.block_size, self.num_blocks * self.block_size
-        wrong = np.flatnonzero((slots < first) | (slots >= end))
-        if wrong.size:
+        if not first <= slots.min() <= slots.max() < end:
+            wrong = int(((slots < first) | (slots >= end)).argmax())
             raise ConfigError(
-                f"{self.phase}: slot_mapping[{wrong[0]}]: expected {first} <= slot < {end} (block {RESERVED_BLOCK} is "
-                f"reserved for padding), got {slots[wrong[0]]}"
+                f"{self.phase}: slot_mapping[{wrong}]: expected {first} <= slot < {end} (block {RESERVED_BLOCK} is "
+                f"reserved for padding), got {slots[wrong]}"
             )
         self._check_block_tables(batch)
 
