@@ -1,12 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Triton kernels of a mixture's experts: pairs of a token and an expert, by expert, through two matrix products.
+"""Triton kernels of a mixture's experts: grouped pairs of a token and an expert through two matrix products.
 
 Only expert_ops.py imports this module: triton is not on every machine.
 
-A pair is one of the `top_k` choices of a token, numbered token * top_k + choice. Pairs are grouped by a stable counting
-sort in three kernels (count, scan, place), and each expert's group is cut into tiles of BLOCK_M rows, of which the last
-may be partly empty: the scheme of "MegaBlocks" (Gale et al., 2022). Each row is computed by itself, in an order that
-depends on the tile sizes alone: in one bucket, a pair's result has the same bits whatever else is in the step.
+Pairs and their groups are those of expert_groups.py. Each row is computed by itself, in an order that depends on the
+tile sizes alone: in one bucket, a pair's result has the same bits whatever else is in the step.
 """
 
 from __future__ import annotations
@@ -14,152 +12,111 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# More than any number of experts.
-NOBODY = tl.constexpr(1 << 20)
+from breakgraph.models.expert_groups import experts_of
 
 
 @triton.jit
-def _experts_of(
-    index_ptr, live_ptr, pairs, num_pairs, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, LIVE: tl.constexpr
-):  # fmt: skip
-    """Expert of each pair; NOBODY for those that have none: padding, and sentinels of the router."""
-    used = pairs < num_pairs
-    if LIVE:
-        used &= pairs // TOP_K < tl.load(live_ptr)
-    experts = tl.load(index_ptr + pairs, mask=used, other=-1).to(tl.int32)
-    return tl.where((experts >= 0) & (experts < NUM_EXPERTS), experts, NOBODY)
+def _place(num_tiles, BLOCKS: tl.constexpr, GROUP: tl.constexpr):
+    """Tile and block of columns of this program. GROUP tiles go through all blocks before the next ones start, side by
+    side: tiles of one expert share its weights, and what a group reads stays in the cache where it is small."""
+    group = tl.program_id(0) // (GROUP * BLOCKS)
+    place = tl.program_id(0) % (GROUP * BLOCKS)
+    size = tl.minimum(num_tiles - group * GROUP, GROUP)
+    return group * GROUP + place % size, place // size
 
 
 @triton.jit
-def count_kernel(
-    counts_ptr, index_ptr, live_ptr, num_pairs,
-    TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, LIVE: tl.constexpr,
-):  # fmt: skip
-    """Pairs of each expert in each chunk: counts [chunks, BLOCK_E]. Grid: (chunks,)."""
-    chunk = tl.program_id(0)
-    pairs = chunk * CHUNK + tl.arange(0, CHUNK)
-    experts = _experts_of(index_ptr, live_ptr, pairs, num_pairs, TOP_K, NUM_EXPERTS, LIVE)
-    columns = tl.arange(0, BLOCK_E)
-    hits = (experts[:, None] == columns[None, :]).to(tl.int32)
-    tl.store(counts_ptr + chunk * BLOCK_E + columns, tl.sum(hits, 0))
+def _mask(outer, first, inner, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Of a block [outer, inner] from column `first` on: cheap where blocks fill the width."""
+    if WIDTH % BLOCK_K == 0:
+        return outer[:, None]
+    else:
+        return outer[:, None] & (first + inner < WIDTH)[None, :]
 
 
 @triton.jit
-def scan_kernel(counts_ptr, totals_ptr, num_chunks, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Counts become those of the chunks before; totals [BLOCK_E] are of all. Grid: (BLOCK_E // COLUMNS,)."""
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    before = tl.zeros((COLUMNS,), tl.int32)
-    for first in range(0, num_chunks, ROWS):
-        rows = first + tl.arange(0, ROWS)
-        ptrs = counts_ptr + rows[:, None] * BLOCK_E + columns[None, :]
-        mask = rows[:, None] < num_chunks
-        counts = tl.load(ptrs, mask=mask, other=0)
-        tl.store(ptrs, tl.cumsum(counts, 0) - counts + before[None, :], mask=mask)
-        before += tl.sum(counts, 0)
-    tl.store(totals_ptr + columns, before)
+def _multiply(rows, weights, acc, SWAP: tl.constexpr):
+    """acc += rows [BLOCK_M, K] @ weights.T [K, BLOCK_N], acc transposed with SWAP: 16 or 32 rows are enough then to
+    multiply as fast as the tensor cores of compute capability 9.0 can, which want 64 rows of the first factor."""
+    if SWAP:
+        return tl.dot(weights, tl.trans(rows), acc, input_precision="ieee")
+    else:
+        return tl.dot(rows, tl.trans(weights), acc, input_precision="ieee")
 
 
-@triton.jit
-def place_kernel(
-    rows_ptr, tile_experts_ptr, tile_rows_ptr, counts_ptr, totals_ptr, index_ptr, live_ptr, num_pairs, num_tiles,
-    TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr, TILES: tl.constexpr, LIVE: tl.constexpr,
-):  # fmt: skip
-    """Which pair lies in each row, and whose each tile is. Grid: (chunks,), of which each also describes TILES tiles.
-
-    rows [num_tiles * BLOCK_M], unwritten where a tile is not full; tile_experts and tile_rows [num_tiles], the latter 0
-    for tiles that nobody needs.
-    """
-    chunk = tl.program_id(0)
-    columns = tl.arange(0, BLOCK_E)
-    totals = tl.load(totals_ptr + columns)
-    tiles = (totals + BLOCK_M - 1) // BLOCK_M
-    ends = tl.cumsum(tiles, 0)
-    starts = (ends - tiles) * BLOCK_M
-
-    tile = chunk * TILES + tl.arange(0, TILES)
-    expert = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
-    mine = (columns[None, :] == expert[:, None]).to(tl.int32)
-    left = tl.sum(mine * (starts + totals)[None, :], 1) - tile * BLOCK_M
-    inside = tile < num_tiles
-    tl.store(tile_experts_ptr + tile, tl.minimum(expert, NUM_EXPERTS - 1), mask=inside)
-    tl.store(tile_rows_ptr + tile, tl.maximum(tl.minimum(left, BLOCK_M), 0), mask=inside)
-
-    pairs = chunk * CHUNK + tl.arange(0, CHUNK)
-    experts = _experts_of(index_ptr, live_ptr, pairs, num_pairs, TOP_K, NUM_EXPERTS, LIVE)
-    hits = (experts[:, None] == columns[None, :]).to(tl.int32)
-    base = starts + tl.load(counts_ptr + chunk * BLOCK_E + columns)
-    places = tl.sum(hits * (base[None, :] + tl.cumsum(hits, 0) - hits), 1)
-    tl.store(rows_ptr + places, pairs, mask=experts < NUM_EXPERTS)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def up_kernel(
     hidden_ptr, x_ptr, weight_ptr, rows_ptr, tile_experts_ptr, tile_rows_ptr, num_tiles,
     x_stride, weight_expert, weight_row, weight_column,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """First product of each row, silu(gate) * up: hidden [num_tiles * BLOCK_M, NUM_COLUMNS], in the order of the tiles.
 
     The weight has the gate's rows first, NUM_COLUMNS of them.
-    Grid: (num_tiles * cdiv(NUM_COLUMNS, BLOCK_N),): tiles of one expert next to each other, so that they share weights.
+    Grid: (num_tiles * cdiv(NUM_COLUMNS, BLOCK_N),).
     """
-    tile = tl.program_id(0) % num_tiles
+    tile, block = _place(num_tiles, tl.cdiv(NUM_COLUMNS, BLOCK_N), GROUP)
     num_rows = tl.load(tile_rows_ptr + tile)
     if num_rows == 0:
         return
     expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
     row = tl.arange(0, BLOCK_M)
-    column = (tl.program_id(0) // num_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
     live = row < num_rows
     within = column < NUM_COLUMNS
     pairs = tl.load(rows_ptr + tile * BLOCK_M + row, mask=live, other=0)
     x_ptrs = x_ptr + (pairs // TOP_K).to(tl.int64)[:, None] * x_stride + inner[None, :]
     weight_ptr += expert * weight_expert
-    w_ptrs = weight_ptr + column[None, :] * weight_row + inner[:, None] * weight_column
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    w_ptrs = weight_ptr + column[:, None] * weight_row + inner[None, :] * weight_column
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
+    gate = acc
     for first in range(0, WIDTH, BLOCK_K):
-        here = first + inner < WIDTH
-        x = tl.load(x_ptrs + first, mask=live[:, None] & here[None, :], other=0.0)
-        mask = within[None, :] & here[:, None]
+        x = tl.load(x_ptrs + first, mask=_mask(live, first, inner, WIDTH, BLOCK_K), other=0.0)
+        mask = _mask(within, first, inner, WIDTH, BLOCK_K)
         w = tl.load(w_ptrs + first * weight_column, mask=mask, other=0.0)
-        gate = tl.dot(x, w, gate, input_precision="ieee")
+        gate = _multiply(x, w, gate, SWAP)
         w = tl.load(w_ptrs + NUM_COLUMNS * weight_row + first * weight_column, mask=mask, other=0.0)
-        acc = tl.dot(x, w, acc, input_precision="ieee")
+        acc = _multiply(x, w, acc, SWAP)
     acc = acc * gate / (1 + tl.exp(-gate))
+    if SWAP:
+        acc = tl.trans(acc)
     out = hidden_ptr + (tile * BLOCK_M + row).to(tl.int64)[:, None] * NUM_COLUMNS + column[None, :]
     tl.store(out, acc.to(hidden_ptr.dtype.element_ty), mask=live[:, None] & within[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def down_kernel(
     out_ptr, hidden_ptr, weight_ptr, choice_ptr, rows_ptr, tile_experts_ptr, tile_rows_ptr, num_tiles,
     weight_expert, weight_row, weight_column,
     WIDTH: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Second product of each row, times the router's weight: out [pairs, NUM_COLUMNS], in the order of the pairs."""
-    tile = tl.program_id(0) % num_tiles
+    """Second product of each row, times the router's weight: out [pairs, NUM_COLUMNS], in the order of the pairs.
+
+    Grid: (num_tiles * cdiv(NUM_COLUMNS, BLOCK_N),).
+    """
+    tile, block = _place(num_tiles, tl.cdiv(NUM_COLUMNS, BLOCK_N), GROUP)
     num_rows = tl.load(tile_rows_ptr + tile)
     if num_rows == 0:
         return
     expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
     row = tl.arange(0, BLOCK_M)
-    column = (tl.program_id(0) // num_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
     live = row < num_rows
     within = column < NUM_COLUMNS
     h_ptrs = hidden_ptr + (tile * BLOCK_M + row).to(tl.int64)[:, None] * WIDTH + inner[None, :]
-    w_ptrs = weight_ptr + expert * weight_expert + column[None, :] * weight_row + inner[:, None] * weight_column
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    w_ptrs = weight_ptr + expert * weight_expert + column[:, None] * weight_row + inner[None, :] * weight_column
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, WIDTH, BLOCK_K):
-        here = first + inner < WIDTH
-        h = tl.load(h_ptrs + first, mask=live[:, None] & here[None, :], other=0.0)
-        w = tl.load(w_ptrs + first * weight_column, mask=within[None, :] & here[:, None], other=0.0)
-        acc = tl.dot(h, w, acc, input_precision="ieee")
+        h = tl.load(h_ptrs + first, mask=_mask(live, first, inner, WIDTH, BLOCK_K), other=0.0)
+        mask = _mask(within, first, inner, WIDTH, BLOCK_K)
+        w = tl.load(w_ptrs + first * weight_column, mask=mask, other=0.0)
+        acc = _multiply(h, w, acc, SWAP)
+    if SWAP:
+        acc = tl.trans(acc)
     pairs = tl.load(rows_ptr + tile * BLOCK_M + row, mask=live, other=0).to(tl.int64)
     acc *= tl.load(choice_ptr + pairs, mask=live, other=0.0).to(tl.float32)[:, None]
     out = out_ptr + pairs[:, None] * NUM_COLUMNS + column[None, :]
@@ -180,7 +137,7 @@ def combine_kernel(
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     choice = tl.arange(0, BLOCK_T)
     pairs = token * TOP_K + choice
-    experts = _experts_of(index_ptr, live_ptr, pairs, num_pairs, TOP_K, NUM_EXPERTS, LIVE)
+    experts = experts_of(index_ptr, live_ptr, pairs, num_pairs, TOP_K, NUM_EXPERTS, LIVE)
     used = (choice < TOP_K) & (experts < NUM_EXPERTS)
     ptrs = parts_ptr + pairs.to(tl.int64)[:, None] * NUM_COLUMNS + column[None, :]
     parts = tl.load(ptrs, mask=used[:, None] & (column < NUM_COLUMNS)[None, :], other=0.0).to(tl.float32)

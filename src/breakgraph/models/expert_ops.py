@@ -16,40 +16,53 @@ import triton
 from torch import Tensor
 
 from breakgraph.attention.triton_ops import dense_heads, has_large_shared_memory
-from breakgraph.models.expert_kernels import (
-    combine_kernel,
-    count_kernel,
-    down_kernel,
-    place_kernel,
-    scan_kernel,
-    up_kernel,
-)
+from breakgraph.models.expert_groups import Groups, group
+from breakgraph.models.expert_kernels import combine_kernel, down_kernel, up_kernel
 
 _MANY = 1 << 30
-_CHUNK = 128
-"""Pairs that one program sorts."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How one program of a product cuts its work."""
+    """How one program of a product cuts its work, beside the rows."""
 
-    block_m: int
     block_n: int
+    """Columns of the result: in the first product as many of the gate and as many beside it."""
     block_k: int
     num_warps: int
     num_stages: int
+    swap: bool = False
+    """Whether the weight is the first factor, see expert_kernels.py."""
+    group: int = 1 << 20
+    """Tiles that go through all columns before the next ones start; by default all of them."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Of both products: with the same rows, in which the pairs are grouped."""
+
+    block_m: int
+    up: Tile
+    down: Tile
 
 
 # By rows of an expert, about; the last for all above. Few rows are there to read weights, many to multiply. The first
 # are the fastest of a few on an H200 and need 144 KiB of shared memory; the others need 72 KiB and were not tuned.
-_TILES = {16: Tile(16, 128, 128, 4, 4), 64: Tile(64, 128, 64, 4, 4), _MANY: Tile(128, 256, 64, 8, 4)}
-_SMALL_TILES = {16: Tile(16, 128, 64, 4, 3), 64: Tile(64, 128, 64, 4, 3), _MANY: Tile(128, 128, 64, 8, 2)}
-_FLOAT32 = Tile(16, 32, 32, 4, 2)
+_TILES = {
+    16: Tiles(16, Tile(64, 128, 4, 4), Tile(128, 128, 4, 4)),
+    64: Tiles(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
+    _MANY: Tiles(128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4)),
+}
+_SMALL_TILES = {
+    16: Tiles(16, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3)),
+    64: Tiles(64, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3)),
+    _MANY: Tiles(128, Tile(64, 64, 8, 2), Tile(128, 64, 8, 2)),
+}
+_FLOAT32 = Tiles(16, Tile(16, 32, 4, 2), Tile(32, 32, 4, 2))
 
 
 @lru_cache
-def tile_for(num_pairs: int, num_experts: int, dtype: torch.dtype, has_large_memory: bool) -> Tile:
+def tiles_for(num_pairs: int, num_experts: int, dtype: torch.dtype, has_large_memory: bool) -> Tiles:
     """For a step of so many pairs, evenly spread, on a GPU with much shared memory or little."""
     if dtype == torch.float32:
         return _FLOAT32
@@ -57,62 +70,27 @@ def tile_for(num_pairs: int, num_experts: int, dtype: torch.dtype, has_large_mem
     return next(tile for rows, tile in tiles.items() if num_pairs / num_experts <= rows)
 
 
-@dataclass(frozen=True)
-class _Groups:
-    """Pairs grouped by expert, see expert_kernels.py."""
-
-    rows: Tensor
-    tile_experts: Tensor
-    tile_rows: Tensor
-    num_tiles: int
-
-
-def _group(index: Tensor, num_live: Tensor | None, num_experts: int, block_m: int) -> _Groups:
-    num_pairs, top_k = index.numel(), index.shape[1]
-    block_e = triton.next_power_of_2(num_experts)
-    chunks = triton.cdiv(num_pairs, _CHUNK)
-    # Each expert may leave a tile partly empty, and one without pairs has none.
-    num_tiles = min(num_pairs, triton.cdiv(num_pairs, block_m) + num_experts)
-    made = index.new_empty(chunks * block_e + block_e + num_tiles * (block_m + 2), dtype=torch.int32)
-    counts, totals, rows, tile_experts, tile_rows = made.split(
-        [chunks * block_e, block_e, num_tiles * block_m, num_tiles, num_tiles]
-    )
-    live = index if num_live is None else num_live
-    common = {"TOP_K": top_k, "NUM_EXPERTS": num_experts, "BLOCK_E": block_e, "CHUNK": _CHUNK}
-    has_live = num_live is not None
-    count_kernel[(chunks,)](counts, index, live, num_pairs, **common, LIVE=has_live, num_warps=8)
-    columns = min(block_e, 16)
-    scan_kernel[(block_e // columns,)](counts, totals, chunks, BLOCK_E=block_e, ROWS=128, COLUMNS=columns, num_warps=4)
-    place_kernel[(chunks,)](
-        rows, tile_experts, tile_rows, counts, totals, index, live, num_pairs, num_tiles, **common,
-        BLOCK_M=block_m, TILES=triton.next_power_of_2(triton.cdiv(num_tiles, chunks)), LIVE=has_live, num_warps=8,
-    )  # fmt: skip
-    return _Groups(rows, tile_experts, tile_rows, num_tiles)
-
-
-def _up(x: Tensor, groups: _Groups, weight: Tensor, top_k: int, tile: Tile) -> Tensor:
-    """`weight` [E, 2 * columns, width] with any strides."""
+def up(x: Tensor, groups: Groups, weight: Tensor, top_k: int, tile: Tile) -> Tensor:
+    """`weight` [E, 2 * columns, width] with any strides; gives hidden rows in the order of the groups."""
     num_columns = weight.shape[1] // 2
-    hidden = x.new_empty(groups.num_tiles * tile.block_m, num_columns)
-    # Two products at a time: half of the columns each.
-    block_n = max(16, tile.block_n // 2)
-    up_kernel[(groups.num_tiles * triton.cdiv(num_columns, block_n),)](
+    hidden = x.new_empty(groups.rows.numel(), num_columns)
+    up_kernel[(groups.num_tiles * triton.cdiv(num_columns, tile.block_n),)](
         hidden, x, weight, groups.rows, groups.tile_experts, groups.tile_rows,
         groups.num_tiles, x.stride(0), *weight.stride(), TOP_K=top_k, WIDTH=x.shape[1], NUM_COLUMNS=num_columns,
-        BLOCK_M=tile.block_m, BLOCK_N=block_n, BLOCK_K=tile.block_k,
+        BLOCK_M=groups.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SWAP=tile.swap, GROUP=tile.group,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return hidden
 
 
-def _down(hidden: Tensor, groups: _Groups, weight: Tensor, choice: Tensor, tile: Tile) -> Tensor:
-    """`weight` [E, columns, width] with any strides."""
+def down(hidden: Tensor, groups: Groups, weight: Tensor, choice: Tensor, tile: Tile) -> Tensor:
+    """`weight` [E, columns, width] with any strides; gives a row for each pair, [pairs, columns]."""
     num_columns = weight.shape[1]
     parts = hidden.new_empty(choice.numel(), num_columns)
     down_kernel[(groups.num_tiles * triton.cdiv(num_columns, tile.block_n),)](
         parts, hidden, weight, choice, groups.rows, groups.tile_experts,
         groups.tile_rows, groups.num_tiles, *weight.stride(), WIDTH=hidden.shape[1], NUM_COLUMNS=num_columns,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        BLOCK_M=groups.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SWAP=tile.swap, GROUP=tile.group,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return parts
@@ -131,18 +109,18 @@ def _combine(parts: Tensor, index: Tensor, num_live: Tensor | None, num_experts:
 
 
 def _gated_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, choice: Tensor, num_live: Tensor | None
+    x: Tensor, gate_up: Tensor, down_weight: Tensor, index: Tensor, choice: Tensor, num_live: Tensor | None
 ) -> Tensor:  # fmt: skip
     num_experts, top_k = gate_up.shape[0], index.shape[1]
     if not x.shape[0]:
         return torch.empty_like(x)
     x, index, choice = dense_heads(x), index.contiguous(), choice.contiguous()
-    tile = tile_for(index.numel(), num_experts, x.dtype, has_large_shared_memory(x.device))
+    tiles = tiles_for(index.numel(), num_experts, x.dtype, has_large_shared_memory(x.device))
     # Triton launches on the current device, whatever its arguments.
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        groups = _group(index, num_live, num_experts, tile.block_m)
-        hidden = _up(x, groups, gate_up, top_k, tile)
-        parts = _down(hidden, groups, down, choice, tile)
+        groups = group(index, num_live, num_experts, tiles.block_m)
+        hidden = up(x, groups, gate_up, top_k, tiles.up)
+        parts = down(hidden, groups, down_weight, choice, tiles.down)
         return _combine(parts, index, num_live, num_experts)
 
 

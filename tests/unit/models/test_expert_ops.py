@@ -8,8 +8,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from breakgraph.models import expert_ops
-from breakgraph.models.expert_ops import Tile, _group, gated_experts
+from breakgraph.models import expert_groups, expert_ops
+from breakgraph.models.expert_groups import group as group_pairs
+from breakgraph.models.expert_ops import Tile, Tiles, gated_experts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_EXPERTS, TOP_K, WIDTH, INNER = 5, 2, 24, 20
@@ -78,11 +79,20 @@ def test_no_tokens() -> None:
     assert Case(0).run().shape == (0, WIDTH)
 
 
-@pytest.mark.parametrize(("num_tokens", "block_m"), [(1, 16), (70, 16), (200, 32)])
-def test_groups_hold_each_pair_once_and_in_order(num_tokens: int, block_m: int) -> None:
-    case = Case(num_tokens, num_experts=9, top_k=3)
-    groups = _group(case.index, None, 9, block_m)
-    flat, seen = case.index.flatten().tolist(), []
+@pytest.mark.parametrize("few", [1 << 20, 0], ids=["one kernel", "three"])
+@pytest.mark.parametrize("num_live", [None, 0, 43])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "block_m"), [(1, 9, 16), (70, 9, 16), (200, 9, 32), (90, 40, 64), (1500, 5, 128)]
+)
+def test_groups_hold_each_pair_once_and_in_order(
+    num_tokens: int, num_experts: int, block_m: int, num_live: int | None, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_groups, "_FEW", few)
+    case = Case(num_tokens, num_experts=num_experts, top_k=3)
+    case.index[::5, 1], case.index[::7, 0] = -1, num_experts
+    live = None if num_live is None else torch.tensor([num_live], dtype=torch.int32, device=DEVICE)
+    groups = group_pairs(case.index, live, num_experts, block_m)
+    flat, seen, experts = case.index.flatten().tolist(), [], []
     for tile, (expert, count) in enumerate(
         zip(groups.tile_experts.tolist(), groups.tile_rows.tolist(), strict=True)
     ):
@@ -90,12 +100,29 @@ def test_groups_hold_each_pair_once_and_in_order(num_tokens: int, block_m: int) 
         assert [flat[pair] for pair in pairs] == [expert] * count
         assert pairs == sorted(pairs)
         seen += pairs
-    assert sorted(seen) == list(range(3 * num_tokens))
+        experts += [expert] * bool(count)
+    live_pairs = range(3 * (num_tokens if num_live is None else min(num_live, num_tokens)))
+    assert sorted(seen) == [pair for pair in live_pairs if 0 <= flat[pair] < num_experts]
+    full = [-(-[flat[pair] for pair in seen].count(expert) // block_m) for expert in range(num_experts)]
+    assert experts == [expert for expert, tiles in enumerate(full) for _ in range(tiles)]
 
 
-def test_widths_beyond_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_ops, "tile_for", lambda *key: Tile(16, 16, 16, 4, 2))
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize(("block_k", "group"), [(16, 1 << 20), (8, 1), (4, 2), (16, 3)])
+def test_widths_beyond_one_block(swap: bool, block_k: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = Tile(16, block_k, 4, 2, swap, group)
+    monkeypatch.setattr(expert_ops, "tiles_for", lambda *key: Tiles(16, tile, tile))
     Case(23).check()
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_row_has_its_bits_whatever_else_is_in_the_step(swap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = Tile(16, 16, 4, 2, swap)
+    monkeypatch.setattr(expert_ops, "tiles_for", lambda *key: Tiles(16, tile, tile))
+    case = Case(40)
+    out = case.run(25)
+    case.x[:7], case.index[:7] = case.x[7:14].clone(), case.index[7:14].clone()
+    assert torch.equal(case.run(31)[7:25], out[7:25])
 
 
 def test_weights_with_any_strides() -> None:
@@ -117,5 +144,6 @@ def test_inputs_may_lie_anywhere() -> None:
 @pytest.mark.parametrize(("is_large", "limit"), [(True, 224), (False, 96)])
 def test_tiles_fit_into_the_memory_of_the_gpu(num_tokens: int, is_large: bool, limit: int) -> None:
     """Rows of the input and of both halves of the weight, 2 bytes each, once a stage."""
-    tile = expert_ops.tile_for(num_tokens * 8, 16, torch.bfloat16, is_large)
-    assert (tile.block_m + tile.block_n) * tile.block_k * 2 * tile.num_stages <= limit * 1024
+    tiles = expert_ops.tiles_for(num_tokens * 8, 16, torch.bfloat16, is_large)
+    for tile, columns in ((tiles.up, 2 * tiles.up.block_n), (tiles.down, tiles.down.block_n)):
+        assert (tiles.block_m + columns) * tile.block_k * 2 * tile.num_stages <= limit * 1024
