@@ -254,6 +254,7 @@ def test_steps_that_pile_up_on_the_stream_keep_their_plans() -> None:
             assert error(batch, out) < TOLERANCE
 
 
-def test_auto_prefers_it_for_prompts() -> None:
+def test_auto_takes_it_for_long_prompts() -> None:
     attention = make_attention("auto", "cuda", torch.bfloat16, [WIDE], in_graph=["decode"])
-    assert (attention.for_phase("prefill").name, attention.for_phase("decode").name) == ("flashinfer", "triton")
+    names = attention.for_phase("prefill").name, attention.for_phase("decode").name
+    assert names == ("triton or flashinfer", "triton")

@@ -1,15 +1,15 @@
-"""Runners that time each bucket as a full graph and as a breakable one, and capture it as the faster.
+"""Runners that time buckets as full graphs and as breakable ones, and capture each as the faster.
 
 A full graph costs the host one launch, a breakable one a launch and some Python for each break. That shows while steps
 are short. Long steps gain nothing from it, and attention in a break knows the live requests, where a full graph has
-slots for the most there may be.
+slots for the most there may be. So there is a size up to which full graphs win, and it is searched for by halves.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ class ChoosingRunner(Runner):
     backend: AutoBackend
 
     def choose(self) -> None:
-        """Chooses for every bucket that nothing was chosen for.
+        """Chooses for every bucket that nothing was chosen for; about log2 of their number are timed.
 
         Raises:
             ConfigError: the plan family has a group, whose ranks might choose differently.
@@ -53,14 +53,34 @@ class ChoosingRunner(Runner):
                 "backend to capture with"
             )
         started, refusal = time.perf_counter(), self._full_refusal()
-        limit: int | None = None
-        with self.backend.family.window():
+        if refusal is not None:
             for size in sizes:
-                if refusal is not None:
-                    self._choose(size, BREAKABLE, refusal)
-                else:
-                    limit = self._choose_faster(size, limit)
+                self._choose(size, BREAKABLE, refusal)
+        elif sizes:
+            with self.backend.family.window():
+                self._search(sizes)
         self.stats.capture_sec += time.perf_counter() - started
+
+    def _search(self, sizes: Sequence[int]) -> None:
+        """`sizes`: the largest first, which is timed in any case: what it needs with breaks is the limit for all."""
+        limit = self._choose_faster(sizes[0], None)
+        # All before `first` have breaks, all from `end` on are full graphs; the others are not known yet.
+        first, end = (1, len(sizes)) if self._has_breaks(sizes[0]) else (0, 0)
+        while first < end:
+            middle = (first + end) // 2
+            self._choose_faster(sizes[middle], limit)
+            if self._has_breaks(sizes[middle]):
+                first = middle + 1
+            else:
+                end = middle
+        for index, size in enumerate(sizes):
+            if not self.backend.has_choice(self.spec.key(size)):
+                is_full = index >= end
+                nearest = sizes[end] if is_full else sizes[end - 1]
+                self._choose(size, FULL if is_full else BREAKABLE, f"as bucket {nearest}, which was timed")
+
+    def _has_breaks(self, size: int) -> bool:
+        return self.backend.has_breaks(self.spec.key(size))
 
     def capture(self, progress: Progress | None = None) -> None:
         self.choose()

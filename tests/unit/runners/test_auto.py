@@ -79,35 +79,59 @@ def answer(monkeypatch: pytest.MonkeyPatch, *answers: Seconds) -> list[set[str]]
     return ran
 
 
+SLOW, FAST = {"full": 0.003, "breakable": 0.002}, {"full": 0.001, "breakable": 0.002}
+
+
 def test_each_bucket_becomes_what_was_faster(
     make: Callable[..., Choosing], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    slow, fast = {"full": 0.003, "breakable": 0.002}, {"full": 0.001, "breakable": 0.002}
-    ran = answer(monkeypatch, slow, fast, slow)
-    side = make()
+    ran = answer(monkeypatch, SLOW, FAST, SLOW)
+    side = make(spec=make_prefill_spec(request_slots=3, buckets=(2, 4, 8, 12, 16)))
     side.limit_pool(1 << 40)
     side.runner.capture()
     assert ran == [{"full", "breakable"}] * 3
     layers = len(LAYERS)
     assert side.chosen() == {
         16: ("backend auto: breakable (full 3.000 ms, breakable 2.000 ms)", layers),
-        8: ("backend auto: full (full 1.000 ms, breakable 2.000 ms)", 0),
-        4: ("backend auto: breakable (full 3.000 ms, breakable 2.000 ms)", layers),
+        12: ("backend auto: breakable (as bucket 8, which was timed)", layers),
+        8: ("backend auto: breakable (full 3.000 ms, breakable 2.000 ms)", layers),
+        4: ("backend auto: full (full 1.000 ms, breakable 2.000 ms)", 0),
+        2: ("backend auto: full (as bucket 4, which was timed)", 0),
     }
     for work in ([16], [3, 9], [8], [2, 3, 1], [4], [1]):
         side.check(work)
-    assert side.runner.stats.replays == {16: 2, 8: 2, 4: 2}
+    assert side.runner.stats.replays == {16: 1, 12: 1, 8: 2, 4: 1, 2: 1}
     side.runner.capture()  # nothing is left to choose
     assert len(ran) == 3
 
 
+@pytest.mark.parametrize("num_full", range(7))
+def test_the_size_up_to_which_full_graphs_win_is_found(
+    make: Callable[..., Choosing], monkeypatch: pytest.MonkeyPatch, num_full: int
+) -> None:
+    ladder, timed = (1, 2, 4, 6, 8, 16), list[int]()
+    side = make(spec=make_prefill_spec(request_slots=3, buckets=ladder))
+
+    def choose(size: int, limit: int | None) -> int:
+        assert (limit is None) == (not timed)
+        timed.append(size)
+        side.runner._choose(size, "full" if size in ladder[:num_full] else "breakable", step_sec={"full": 1.0})
+        return 77
+
+    monkeypatch.setattr(auto, "can_time", lambda device: True)
+    monkeypatch.setattr(side.runner, "_choose_faster", choose)
+    side.runner.choose()
+    assert [size for size in ladder if not side.runner._has_breaks(size)] == list(ladder[:num_full])
+    assert timed[0] == 16
+    assert len(timed) <= 4
+
+
 def test_decode_chooses_too(make: Callable[..., Choosing], monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, fast = {"full": 0.003, "breakable": 0.002}, {"full": 0.001, "breakable": 0.002}
-    answer(monkeypatch, fast, slow)
+    answer(monkeypatch, SLOW, FAST)
     side = make(AutoDecodeRunner, make_decode_spec(buckets=(2, 4)))
     side.limit_pool(1 << 40)
     side.runner.capture()
-    assert {size: breaks for size, (_, breaks) in side.chosen().items()} == {4: 0, 2: len(LAYERS)}
+    assert {size: breaks for size, (_, breaks) in side.chosen().items()} == {4: len(LAYERS), 2: 0}
     side.check([1, 1, 1])
     side.check([1])
 
@@ -154,10 +178,11 @@ def test_what_is_timed_is_a_step_as_it_will_be(
 
     monkeypatch.setattr(side.attention, "plan", spy_plan)
     monkeypatch.setattr(Plan, "replay", spy_replay)
+    monkeypatch.setattr(side.runner, "_has_breaks", lambda size: True)  # whatever was faster
     side.runner.choose()
     of_a_round = ["plan", "full", "breakable", "plan"]
     rounds = auto._WARM_ROUNDS + auto._ROUNDS
-    assert events == (["plan"] * 2 + of_a_round * rounds) * 3
+    assert events == (["plan"] * 2 + of_a_round * rounds) * 2, "the largest, then one of the others"
     assert all(side.runner.backend.has_choice(side.runner.spec.key(size)) for size in (4, 8, 16))
     assert side.runner.explain() == {}
 
@@ -179,7 +204,10 @@ def test_a_forward_that_no_full_graph_can_hold_keeps_its_breaks(
 
     side.runner.forward = reading
     side.runner.capture()
-    assert all("no full graph: " in note for note, _ in side.chosen().values())
+    notes = {size: note for size, (note, _) in side.chosen().items()}
+    assert "no full graph: " in notes[16]
+    assert "no full graph: " in notes[4]
+    assert "breakable (as bucket 4, which was timed)" in notes[8]
     side.check([2, 3])
 
 
