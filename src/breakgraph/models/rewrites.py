@@ -3,6 +3,7 @@
 They look for arithmetic, not for models. What they do not recognise stays Inductor's.
 
 - Heads that are normalised and turned by their positions: Inductor reads and multiplies each element several times.
+  Queries with keys, in one kernel.
 - A sum with a matrix product that nobody else reads is added up in the product, in place.
 - The largest few of short rows, with the softmax of the rows where only they are read: Inductor calls a sort.
 """
@@ -28,7 +29,7 @@ from torch._inductor.pattern_matcher import (
 
 from breakgraph.models import norm_rope as norm_rope_file
 from breakgraph.models import top_k as top_k_file
-from breakgraph.models.norm_rope import norm_rope
+from breakgraph.models.norm_rope import norm_rope, norm_rope_pair
 from breakgraph.models.top_k import MAX_COLUMNS, MAX_K, top_k
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -58,6 +59,7 @@ class BlockRewrites(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         _patterns.apply(graph)
+        _turn_together(graph)
         for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
             _add_in_place(graph, node)
         for node in graph.find_nodes(op="call_function", target=aten.topk.default):
@@ -111,6 +113,44 @@ def _replace_heads(
         return heads.transpose(1, 2)
 
     match.replace_by_example(replacement, [x, weight, cos, sin])
+
+
+def _turn_together(graph: fx.Graph) -> None:
+    """Heads that are turned by the same angles, two at a time."""
+    waiting: dict[Any, fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=norm_rope):
+        angles = node.args[2:4]
+        first = waiting.pop(angles, None)
+        if first is None or not _move_inputs(graph, node, first):
+            waiting[angles] = node
+            continue
+        (x, weight, _, _, eps), (other, other_weight, _, _, other_eps) = first.args, node.args
+        with graph.inserting_before(first):
+            both = graph.call_function(
+                norm_rope_pair, (x, weight, eps, other, other_weight, other_eps, *angles)
+            )
+            parts = [graph.call_function(getitem, (both, i)) for i in range(2)]
+        both.meta["val"] = (first.meta["val"], node.meta["val"])
+        for old, new in zip((first, node), parts, strict=True):
+            new.meta["val"] = old.meta["val"]
+            old.replace_all_uses_with(new)
+            graph.erase_node(old)
+
+
+def _move_inputs(graph: fx.Graph, node: fx.Node, place: fx.Node) -> bool:
+    """Move all that `node` is computed from ahead of `place`; False, and nothing moved, where that is not possible."""
+    needed: set[fx.Node] = set()
+    left = list(node.all_input_nodes)
+    while left:
+        one = left.pop()
+        if one not in needed and not one < place:
+            needed.add(one)
+            left += one.all_input_nodes
+    if place in needed or any(one.is_impure() or one.op == "placeholder" for one in needed):
+        return False
+    for one in [one for one in graph.nodes if one in needed]:
+        place.prepend(one)
+    return True
 
 
 def _add_in_place(graph: fx.Graph, node: fx.Node) -> None:

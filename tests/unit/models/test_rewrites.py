@@ -14,7 +14,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from breakgraph.models.norm_rope import norm_rope
+from breakgraph.models.norm_rope import norm_rope, norm_rope_pair
 from breakgraph.models.rewrites import BlockRewrites
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -64,17 +64,37 @@ def test_heads_that_lie_anywhere() -> None:
     torch.testing.assert_close(norm_rope(x, *args).double(), reference(x, *args), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("num_tokens", "heads"), [(1, (1, 1)), (5, (8, 2)), (9, (4, 7)), (3, (2, 40))])
+def test_two_are_turned_in_one_kernel_as_each_alone(num_tokens: int, heads: tuple[int, int]) -> None:
+    wide = random(1, num_tokens, sum(heads), HEAD_DIM)
+    x, other = wide.split(heads, 2)
+    weights = random(2, HEAD_DIM)
+    cos, sin = (random(1, 1, num_tokens, HEAD_DIM) for _ in range(2))
+    both = norm_rope_pair(x, weights[0], 1e-6, other, weights[1], 0.5, cos, sin)
+    alone = norm_rope(x, weights[0], cos, sin, 1e-6), norm_rope(other, weights[1], cos, sin, 0.5)
+    for one, expected in zip(both, alone, strict=True):
+        assert one.is_contiguous()
+        assert torch.equal(one, expected)
+
+
 def attention_input(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, half: int = HEAD_DIM // 2
 ) -> Tensor:  # fmt: skip
     """As `transformers` writes it; tokens of x in one row each."""
+    return turn(normalised(x, weight), cos.unsqueeze(1), sin.unsqueeze(1), half)
+
+
+def normalised(x: Tensor, weight: Tensor) -> Tensor:
     heads = x.view(1, x.shape[0], -1, HEAD_DIM)
     wide = heads.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
-    heads = (weight * wide.to(x.dtype)).transpose(1, 2)
+    return (weight * wide.to(x.dtype)).transpose(1, 2)
+
+
+def turn(heads: Tensor, cos: Tensor, sin: Tensor, half: int = HEAD_DIM // 2) -> Tensor:
     first, second = heads[..., :half], heads[..., half:]
     turned = torch.cat((-second, first), dim=-1)
-    return heads * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+    return heads * cos + turned * sin
 
 
 def attention_args(num_tokens: int) -> tuple[Tensor, ...]:
@@ -89,6 +109,40 @@ def test_the_heads_of_transformers_are_found() -> None:
     for num_tokens in (7, 4):
         args = attention_args(num_tokens)
         torch.testing.assert_close(module(*args), attention_input(*args), rtol=1e-2, atol=1e-2)
+
+
+def queries_and_keys(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Both turned by the same angles."""
+    queries, keys = x.split([2 * HEAD_DIM, HEAD_DIM], -1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    turned = turn(normalised(queries, weight), cos, sin).tanh()
+    return turned + turn(normalised(keys + 1, weight * 2), cos, sin)
+
+
+def one_after_the_other(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The second turns what the first gives."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first = turn(normalised(x, weight), cos, sin)
+    return turn(normalised(first.transpose(1, 2).reshape(x.shape), weight), cos, sin)
+
+
+def by_other_angles(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    heads = normalised(x, weight)
+    return turn(heads, cos.unsqueeze(1), sin.unsqueeze(1)) + turn(
+        normalised(x * 2, weight), sin.unsqueeze(1), cos.unsqueeze(1)
+    )
+
+
+@pytest.mark.parametrize(("fn", "pairs", "alone"), [
+    (queries_and_keys, 1, 0), (one_after_the_other, 0, 2), (by_other_angles, 0, 2),
+])  # fmt: skip
+def test_heads_with_the_same_angles_are_turned_together(fn: Function, pairs: int, alone: int) -> None:
+    args = attention_args(7)
+    module = rewritten(fn, *args)
+    assert (count(module, norm_rope_pair), count(module, norm_rope)) == (pairs, alone)
+    for num_tokens in (7, 4):
+        args = attention_args(num_tokens)
+        torch.testing.assert_close(module(*args), fn(*args), rtol=3e-2, atol=3e-2)
 
 
 def in_unequal_parts(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
