@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from breakgraph.graph import Plan
 
 FULL, BREAKABLE = "full", "breakable"
-_WARM_ROUNDS, _ROUNDS = 3, 9
+_WARM_ROUNDS, _ROUNDS = 2, 9
+_LONG_ROUNDS, _LONG_SEC = 3, 0.5
+"""So few rounds are enough once they have taken so long: launches hardly count in long steps."""
 
 
 class ChoosingRunner(Runner):
@@ -179,7 +181,9 @@ def can_time(device: torch.device) -> bool:
 def time_steps(steps: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
     """Seconds of each step until the device is done, by turns; the median of a few."""
     synchronize, samples = get_device(device).synchronize, {name: list[float]() for name in steps}
-    for _ in range(_WARM_ROUNDS + _ROUNDS):
+    for number in range(_WARM_ROUNDS + _ROUNDS):
+        if number >= _WARM_ROUNDS + _LONG_ROUNDS and sum(map(sum, samples.values())) > _LONG_SEC:
+            break
         for name, step in steps.items():
             synchronize()
             started = time.perf_counter()
