@@ -50,5 +50,5 @@ def test_heads_are_turned_in_one_kernel_and_products_added_in_place(device: torc
     events = profiled(lambda: driver.step([(sequence, 9)]), device, host=False)
     names = [event.name for event in events]
     assert sum("norm_rope" in name for name in names) == len(driver.model.layers)
-    # Of the two sums of a layer, that with the layer's input is left to Inductor.
-    assert sum(name.startswith("triton_poi") and "add" in name for name in names) == len(driver.model.layers)
+    # Of the two sums of a layer, that with the layer's input is left to Inductor, which makes it a part of the norm.
+    assert not any(name.startswith("triton_poi") and "add" in name for name in names)

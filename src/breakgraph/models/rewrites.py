@@ -160,9 +160,13 @@ def _add_in_place(graph: fx.Graph, node: fx.Node) -> None:
     for total, product in (node.args, node.args[::-1]):
         factors = _factors(product)
         if factors is not None and _is_free(total, node) and _fits(total, node):
+            # Added up once more: Inductor fuses readers with what they read, but not if that is updated afterwards. So
+            # the others sum for themselves, and all of it becomes one kernel.
+            with graph.inserting_before(total):
+                own = graph.node_copy(total)
             with graph.inserting_before(node):
                 updated = graph.call_function(
-                    auto_functionalized, (add_product,), {"x": total, "left": factors[0], "right": factors[1]}
+                    auto_functionalized, (add_product,), {"x": own, "left": factors[0], "right": factors[1]}
                 )
                 value = graph.call_function(getitem, (updated, 1))
             value.meta["val"] = node.meta["val"]

@@ -43,6 +43,13 @@ def test_equal_ones_go_by_their_columns_and_no_column_is_taken_twice(device: tor
     assert values.tolist() == [[2.0, 2.0, 1.0], [low] * 3, [0.0, low, low]]
 
 
+def test_signs_and_sizes_are_in_order(device: torch.device) -> None:
+    x = torch.tensor([[-2.0, -0.0, 1e-40, 0.0, 3e38, -1e-40, float("inf"), -3e38, float("-inf"), 7.0]], device=device)
+    values, indices = top_k(x, 10, False)
+    assert indices.tolist() == [[6, 4, 9, 2, 1, 3, 5, 0, 7, 8]]
+    assert values.tolist() == x.gather(1, indices).tolist()
+
+
 def test_nan_is_the_largest(device: torch.device) -> None:
     x = torch.tensor([[3.0, float("nan"), 5.0]], device=device)
     values, indices = top_k(x, 2, False)
