@@ -31,6 +31,7 @@ from breakgraph.graph.outputs import OutputBuffer
 from breakgraph.graph.plan import OutputPolicy, Plan, StepScope
 from breakgraph.graph.ranks import Ranks
 from breakgraph.graph.report import CaptureCost
+from breakgraph.graph.restore import restored
 from breakgraph.graph.tree import Tree
 from breakgraph.graph.warm_up import MadeBreaks, warm_up
 from breakgraph.graph.watch import BreakWatcher
@@ -67,6 +68,8 @@ class PlanFamily:
         self._index = ModuleIndex()
         self._last_stream: Any = None
         self._busy: str | None = None
+        self.checks_late = False
+        """Whether plans captured from now on are checked behind their first segment: a stale one has run that much."""
         self.watcher: BreakWatcher | None = None
         self.step_scope: StepScope | None = None
         self._is_closed = False
@@ -163,7 +166,7 @@ class PlanFamily:
             self._check_usable()
             token = None if version is None else version()
             self._begin_replay()
-            with _restored(self.device, state) as restore, MadeBreaks() as made:
+            with restored(self.device, state) as restore, MadeBreaks() as made:
                 mode = ExecMode.current(self.device.torch_device.type)
                 warmed = warm_up(self.device, fn, made, restore, breaks=breaks, runs=warmup, on_hazard=on_hazard)
                 places, (constants, notes, own) = self._outputs.place(warmed.outputs), warmed[1:]
@@ -222,10 +225,11 @@ class PlanFamily:
     def _check_leaks(self, builder: CaptureBuilder) -> None:
         """At the end of a capture nothing in the pool may be live: every replay overwrites it."""
         self.device.synchronize()
-        if builder.new_blocks:
+        left = builder.new_blocks
+        if left:
             gc.collect()
-        with between_walks() if builder.new_blocks else nullcontext():
-            left = builder.new_blocks
+            with between_walks():
+                left = builder.new_blocks
         if left:
             holders = find_holders(self._pool, left) or [f"{len(left)} blocks whose holder Python cannot see"]
             raise PoolLeakError(
@@ -249,7 +253,7 @@ class PlanFamily:
             raise CaptureError(f"{plan.label or 'a plan'} is replayed inside a captured function; call it in a break")
         with self._exclusive("a replay"):
             if self.ranks is None:
-                plan.check()
+                plan.check_first()
             else:
                 self.ranks.check_replay(plan)
             self._begin_replay()
@@ -379,22 +383,3 @@ def _autocast_uncached() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(was_enabled)
-
-
-@contextmanager
-def _restored(device: Device, state: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
-    """Put random generators and registered state back at the end, and whenever the yielded function is called."""
-    rng = device.rng_state()
-    saved = [(tensor, tensor.detach().clone()) for tensor in state]
-
-    def restore() -> None:
-        with torch.no_grad():
-            for tensor, value in saved:
-                tensor.detach().copy_(value)
-        device.set_rng_state(rng)
-
-    try:
-        yield restore
-    finally:
-        restore()
-        device.synchronize()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
@@ -159,6 +159,8 @@ class Plan:
         self._family = family
         self._steps = list(steps)
         self._launches = [step.run for step in steps if step.is_launched]
+        first = next((step for step in steps if step.is_launched), None)
+        self._checks_late = family.checks_late and family.ranks is None and isinstance(first, GraphStep)
         self._host_times = HostTimes(len(self._launches))
         self._pins = list(pins)
         self._places = places
@@ -190,17 +192,20 @@ class Plan:
         Raises:
             ClosedError: the plan was closed.
             StalePlanError: a weight that it reads was replaced or moved, a module's mode or the version token changed,
-                or the plan was invalidated. Nothing ran.
+                or the plan was invalidated. Nothing ran; with the family's ``checks_late`` the first segment may have.
             RankMismatchError: another rank of the family's group replays something else. Nothing ran.
             ReplayError: a break broke its contract. The outputs are void, the plan stays usable; an exception of the
                 break's own arrives unchanged, with the same effect.
         """
         with self._family.replaying(self):
             with self._mode.apply():
-                launches = self._launches if self._family.watcher is None else self._watched(self._family.watcher)
+                launches: Sequence[Callable[[], None]] = self._launches
+                if self._family.watcher is not None:
+                    launches = self._watched(self._family.watcher)
                 if self._family.step_scope is not None:
                     launches = self._annotated(launches, self._family.step_scope)
-                for launch in self._host_times.timed(launches, self.num_replays):
+                launches = self._host_times.timed(launches, self.num_replays)
+                for launch in self._checked_late(launches) if self._checks_late else launches:
                     launch()
             if self._policy != "borrow":
                 self._copied = tree_map(lambda t, _: t.clone() if isinstance(t, torch.Tensor) else t, self._places)
@@ -255,6 +260,18 @@ class Plan:
         self._check_open()
         assert self._fingerprint is not None
         self._fingerprint.check()
+
+    def check_first(self) -> None:
+        """What of :meth:`check` has to come before the first segment. The device is idle as long as this takes."""
+        if self._checks_late:
+            self._check_open()
+        else:
+            self.check()
+
+    def _checked_late(self, launches: Sequence[Callable[[], None]]) -> Iterator[Callable[[], None]]:
+        yield launches[0]
+        self.check()
+        yield from launches[1:]
 
     @property
     def is_closed(self) -> bool:

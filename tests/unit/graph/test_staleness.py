@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 import breakgraph
 from breakgraph.backends import make_backend
-from breakgraph.errors import BreakArgumentError, ConfigError, ReplayError, StalePlanError
+from breakgraph.errors import (
+    BreakArgumentError,
+    ClosedError,
+    ConfigError,
+    ReplayError,
+    StaleOutputError,
+    StalePlanError,
+)
 from breakgraph.graph import Live, PlanFamily, ShapeKey
 
 
@@ -124,6 +131,57 @@ def test_f33_an_invalidated_family_is_captured_again_through_its_backend() -> No
             backend.replay(key)
         backend.capture(key, lambda: model(x))
         assert torch.equal(backend.replay(key), model(x))
+
+
+@pytest.mark.parametrize("begins_with_break", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_late_check_comes_behind_the_first_segment_and_before_all_else(
+    device: torch.device, late: bool, begins_with_break: bool
+) -> None:
+    model, x = nn.Linear(4, 4).eval().to(device), torch.randn(3, 4, device=device)
+    counts, calls = torch.zeros(2, device=device), list[str]()
+
+    def note() -> None:
+        calls.append("break")
+
+    @breakgraph.eager_on_graph
+    def noted() -> None:
+        note()
+
+    def forward() -> torch.Tensor:
+        if begins_with_break:
+            noted()
+        counts[0] += 1
+        y = model(x)
+        noted()
+        counts[1] += 1
+        return model(y)
+
+    with torch.no_grad(), PlanFamily(device) as family:
+        family.checks_late = late
+        plan = family.capture(forward, state=[counts])
+        weight, calls[:] = model.weight, []
+        model.weight = nn.Parameter(torch.zeros_like(weight))
+        with pytest.raises(StalePlanError, match=r"Linear\.weight was"):
+            plan.replay()
+        assert counts.tolist() == [float(late and not begins_with_break), 0.0]
+        assert not calls
+        with pytest.raises(StaleOutputError, match="its last replay failed"):
+            _ = plan.outputs
+        model.weight = weight
+        for _ in range(8):  # through those whose launches are timed
+            assert torch.equal(plan.replay(), model(model(x)))
+        assert counts[1].item() == 8
+
+
+def test_a_late_check_asks_first_whether_the_plan_is_there() -> None:
+    model, x = nn.Linear(4, 4).eval(), torch.randn(3, 4)
+    with torch.no_grad(), PlanFamily("cpu") as family:
+        family.checks_late = True
+        plan = family.capture(lambda: model(x))
+        plan.close()
+        with pytest.raises(ClosedError):
+            plan.replay()
 
 
 def test_the_order_of_modules_counts() -> None:
