@@ -25,6 +25,7 @@ _FEW = 8192
 """Pairs, that one kernel sorts."""
 _SMALL_CHUNK, _CHUNK = 64, 128
 """Pairs that one program places, of few and of many."""
+_WARPS = 8
 _BLOCK = 4096
 """Pairs that a program of the one kernel counts at a time."""
 
@@ -167,9 +168,10 @@ def group(index: Tensor, num_live: Tensor | None, num_experts: int, block_m: int
     live = index if num_live is None else num_live
     common = {
         "TOP_K": top_k, "NUM_EXPERTS": num_experts, "BLOCK_E": block_e, "CHUNK": chunk, "LIVE": num_live is not None,
-        "num_warps": 8,
     }  # fmt: skip
-    tiles = {"BLOCK_M": block_m, "TILES": triton.next_power_of_2(triton.cdiv(num_tiles, chunks))}
+    tiles = {
+        "BLOCK_M": block_m, "TILES": triton.next_power_of_2(triton.cdiv(num_tiles, chunks)), "num_warps": _WARPS,
+    }  # fmt: skip
     if is_small:
         block = min(_BLOCK, max(256, triton.next_power_of_2(num_pairs)))
         group_kernel[(chunks,)](
@@ -177,7 +179,7 @@ def group(index: Tensor, num_live: Tensor | None, num_experts: int, block_m: int
         )
     else:
         counts, totals = counts[:-block_e], counts[-block_e:]
-        count_kernel[(chunks,)](counts, index, live, num_pairs, **common)
+        count_kernel[(chunks,)](counts, index, live, num_pairs, **common, num_warps=4)
         columns = min(block_e, 16)
         scan_kernel[(block_e // columns,)](
             counts, totals, chunks, BLOCK_E=block_e, ROWS=128, COLUMNS=columns, num_warps=4
