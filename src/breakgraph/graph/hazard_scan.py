@@ -24,13 +24,18 @@ from breakgraph.graph.hazards import Hazard, HazardReport
 from breakgraph.graph.live import Live
 from breakgraph.graph.op_facts import OpTable, parts_of
 from breakgraph.graph.refusals import WAY_OUT, Fault, form_fault, is_user_file, op_fault, source_line
+from breakgraph.graph.python_state import Change, StateWatch
 from breakgraph.graph.side_effects import Attribute, AttributeWatch, is_a, outermost
 from breakgraph.graph.tree import is_constant, is_scattered, is_transformed, layout_of, tree_leaves
 
 _WARM_UP = str(Path(__file__).with_name("warm_up.py"))  # whose frames are around the captured function
+_OWN_PACKAGE = str(Path(__file__).parent.parent)
 _GENERATOR_WAY_OUT = "use the device's default generator (torch.manual_seed), or draw in an eager break"
 _HOST_RANDOM_WAY_OUT = "draw on the device, or in an eager break"
-_SIDE_EFFECT_WAY_OUT = "change it in an eager break or outside the captured function, or keep it in a tensor"
+_SIDE_EFFECT_WAY_OUT = (
+    "change it in an eager break or outside the captured function, keep it in a tensor, or, if no captured code depends "
+    'on it, capture with on_hazard="warn"'
+)
 
 
 @dataclass(slots=True)
@@ -52,11 +57,16 @@ class Site:
 
 @dataclass(slots=True)
 class ScanResult:
-    """What a scan found, where, and which modules cannot be breaks."""
+    """What a scan found, where, and which modules cannot be breaks.
+
+    Attributes:
+        is_sure: False where a change of Python state may have been made by a break: look again.
+    """
 
     report: HazardReport
     sites: list[Site]
     obstacles: dict[int, str] = field(default_factory=dict)
+    is_sure: bool = True
 
 
 class HazardScan:
@@ -66,13 +76,17 @@ class HazardScan:
         device: Tells device tensors from host tensors.
         roots: Names of the modules that the function uses, for paths.
         attributes: Compared at the end of the run.
+        state: The same, of what is no attribute of a module.
     """
 
-    def __init__(self, device: Device, roots: dict[str, torch.nn.Module], attributes: AttributeWatch) -> None:
+    def __init__(
+        self, device: Device, roots: dict[str, torch.nn.Module], attributes: AttributeWatch, state: StateWatch
+    ) -> None:  # fmt: skip
         self.device = device
         self.quiet = 0
         self.main_stream = device.current_stream()
         self._attributes = attributes
+        self._state = state
         self._thread = threading.get_ident()
         self._names = paths_of(roots)
         self._stack: list[ModuleCall] = []
@@ -92,6 +106,7 @@ class HazardScan:
         self._scope.enter_context(self._guard)
         self._scope.enter_context(_Operators(self))
         self._attributes.renew()
+        self._state.renew()
         self._host_random = self._host_random_state()
         return self
 
@@ -117,7 +132,7 @@ class HazardScan:
             self._guard.enabled = False
             is_untouched = self._host_random_state() == self._host_random
             try:
-                return self._attributes.allowing(call)
+                return self._attributes.allowing(lambda: self._state.allowing(call))
             finally:
                 self._guard.enabled = True
                 if is_untouched:
@@ -125,11 +140,17 @@ class HazardScan:
 
     def result(self) -> ScanResult:
         """What the run showed; call it once the run is over."""
-        for attribute in self._attributes.changed():
+        attributes, changes = self._attributes.changed(), self._state.changed(self._names)
+        for attribute in attributes:
             if id(attribute.owner) not in self._in_break_only:
-                self._note_side_effect(attribute)
+                self._note_side_effect(attribute, changes)
+        known = {(id(attribute.owner), attribute.name) for attribute in attributes}
+        for change in changes:
+            if known.isdisjoint(change.way) and self._in_break_only.isdisjoint(map(id, change.around)):
+                self._note_change(change)
         hazards = tuple(hazard for hazard, _ in self._found)
-        return ScanResult(HazardReport(hazards), [site for _, site in self._found], self._obstacles)
+        is_sure = not self._state.suspect(changes)
+        return ScanResult(HazardReport(hazards), [site for _, site in self._found], self._obstacles, is_sure)
 
     def strangers(self) -> list[torch.nn.Module]:
         """Modules that were called and lie under no root, without those inside of others."""
@@ -159,13 +180,20 @@ class HazardScan:
         if all(hazard != known for known, _ in self._found):
             self._found.append((hazard, site or Site(())))
 
-    def _note_side_effect(self, attribute: Attribute) -> None:
-        owner, name = attribute
+    def _note_side_effect(self, attribute: Attribute, changes: Sequence[Change]) -> None:
+        owner, name = attribute.owner, attribute.name
         path = self._names.get(id(owner), type(owner).__name__)
-        why = "is changed by every call, and a replay runs no Python"
+        told = next((change.told for change in changes if change.way[-1] == (id(owner), name)), "")
         module = path if is_a(owner, torch.nn.Module) else ""
-        hazard = Hazard("Python side effect", f"{path}.{name}", why, module, forward_line(owner), _SIDE_EFFECT_WAY_OUT)
+        hazard = _side_effect(f"{path}.{name}", told, module, forward_line(owner))
         self._add(hazard, Site(self._calls.get(id(owner), ())))
+
+    def _note_change(self, change: Change) -> None:
+        modules = [owner for owner in reversed(change.around) if is_a(owner, torch.nn.Module)]
+        path = self._names.get(id(modules[0]), "") if modules else ""
+        line = forward_line(modules[0]) if modules else function_line(change.around)
+        called = next((calls for module in modules if (calls := self._calls.get(id(module)))), ())
+        self._add(_side_effect(change.path, change.told, path, line), Site(called))
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         if threading.get_ident() != self._thread:
@@ -249,6 +277,21 @@ def forward_line(owner: object) -> str:
     forward = inspect.unwrap(type(owner).forward) if is_a(owner, torch.nn.Module) else None
     code = getattr(forward, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno} in forward" if code is not None else "unknown source line"
+
+
+def function_line(around: Sequence[object]) -> str:
+    """``file:line in function`` of the innermost function of the user's among objects."""
+    for item in reversed(around):
+        function = item.__func__ if is_a(item, types.MethodType) else item
+        code = function.__code__ if is_a(function, types.FunctionType) else None
+        if code is not None and is_user_file(code.co_filename) and not code.co_filename.startswith(_OWN_PACKAGE):
+            return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+    return "unknown source line"
+
+
+def _side_effect(what: str, told: str, module: str, line: str) -> Hazard:
+    why = f"is changed by every call{f' ({told})' if told else ''}, and a replay runs no Python"
+    return Hazard("Python side effect", what, why, module, line, _SIDE_EFFECT_WAY_OUT)
 
 
 def _obstacle(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> str | None:
