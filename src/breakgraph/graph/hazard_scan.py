@@ -10,7 +10,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,17 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from breakgraph.graph.computed_weights import computed_weight
 from breakgraph.graph.device import Device
 from breakgraph.graph.effects import allocates_only, tensors_in
 from breakgraph.graph.hazards import Hazard, HazardReport
 from breakgraph.graph.live import Live
 from breakgraph.graph.op_facts import OpTable, parts_of
-from breakgraph.graph.refusals import WAY_OUT, Fault, form_fault, is_user_file, op_fault, source_line
 from breakgraph.graph.python_state import Change, StateWatch
+from breakgraph.graph.refusals import WAY_OUT, Fault, form_fault, is_user_file, op_fault, source_line
+from breakgraph.graph.seeds import FAULT as SEEDED
+from breakgraph.graph.seeds import WAY_OUT as SEED_WAY_OUT
+from breakgraph.graph.seeds import SeedWatch
 from breakgraph.graph.side_effects import Attribute, AttributeWatch, is_a, outermost
 from breakgraph.graph.tree import is_constant, is_scattered, is_transformed, layout_of, tree_leaves
 
@@ -33,8 +37,8 @@ _OWN_PACKAGE = str(Path(__file__).parent.parent)
 _GENERATOR_WAY_OUT = "use the device's default generator (torch.manual_seed), or draw in an eager break"
 _HOST_RANDOM_WAY_OUT = "draw on the device, or in an eager break"
 _SIDE_EFFECT_WAY_OUT = (
-    "change it in an eager break or outside the captured function, keep it in a tensor, or, if no captured code depends "
-    'on it, capture with on_hazard="warn"'
+    "change it in an eager break or outside the captured function, keep it in a tensor, or, if no captured code "
+    'depends on it, capture with on_hazard="warn"'
 )
 
 
@@ -98,6 +102,7 @@ class HazardScan:
         self._guard = device.host_guard(self._note_call)
         self._scope = ExitStack()
         self._host_random: Any = None
+        self._seeds = SeedWatch(())
 
     def __enter__(self) -> HazardScan:
         self._scope.callback(register_module_forward_pre_hook(self._enter).remove)
@@ -107,15 +112,27 @@ class HazardScan:
         self._scope.enter_context(_Operators(self))
         self._attributes.renew()
         self._state.renew()
+        own = [g for g in self.device.default_generators() if g.device == self.device.torch_device]
+        self._seeds = SeedWatch(own)
         self._host_random = self._host_random_state()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._scope.close()
+        self.check_seeds("unknown source line")
         if self._host_random_state() != self._host_random:
             why = "is drawn from on the host, and a replay repeats the captured numbers"
             where = "unknown source line"
             self._add(Hazard("unregistered generator", "a random generator", why, "", where, _HOST_RANDOM_WAY_OUT))
+
+    def check_seeds(self, where: str = "") -> None:
+        """Note it if the code seeded a generator since the last time that this was asked."""
+        if self._seeds.is_seeded:
+            self._seeds = SeedWatch(())  # once is enough
+            self._host_random = self._host_random_state()  # the same cause
+            path = self._stack[-1].path if self._stack else ""
+            hazard = Hazard(*SEEDED, path, where or source_line(), SEED_WAY_OUT)
+            self._add(hazard, Site(tuple(self._stack), *_functions_on_the_stack()))
 
     @contextmanager
     def silence(self) -> Iterator[None]:
@@ -128,6 +145,7 @@ class HazardScan:
 
     def run_break(self, call: Callable[[], Any]) -> Any:
         """Run an eager break: nothing in it is a hazard."""
+        self.check_seeds()
         with self.silence():
             self._guard.enabled = False
             is_untouched = self._host_random_state() == self._host_random
@@ -135,6 +153,7 @@ class HazardScan:
                 return self._attributes.allowing(lambda: self._state.allowing(call))
             finally:
                 self._guard.enabled = True
+                self._seeds.renew()
                 if is_untouched:
                     self._host_random = self._host_random_state()
 
@@ -186,6 +205,9 @@ class HazardScan:
         told = next((change.told for change in changes if change.way[-1] == (id(owner), name)), "")
         module = path if is_a(owner, torch.nn.Module) else ""
         hazard = _side_effect(f"{path}.{name}", told, module, forward_line(owner))
+        computed = computed_weight(owner, name)
+        if computed is not None:
+            hazard = replace(hazard, why=computed.why, way_out=computed.way_out)
         self._add(hazard, Site(self._calls.get(id(owner), ())))
 
     def _note_change(self, change: Change) -> None:
@@ -239,10 +261,13 @@ class _Operators(TorchDispatchMode):
             scan.note(fault)
             with scan.silence():
                 return func(*args, **kwargs)
-        if self._ops[func].is_composite:
+        facts = self._ops[func]
+        if facts.is_composite:
             with self:
                 return parts_of(func, args, kwargs)
         if not scan.quiet:
+            if facts.is_random:
+                scan.check_seeds()
             fault = op_fault(func, args) or scan.device.transfer_fault(func, args, kwargs, given)
             if fault is not None:
                 scan.note(fault)
