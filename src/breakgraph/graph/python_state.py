@@ -1,4 +1,4 @@
-"""Which plain Python values a call changed that it may read again: a replay runs no Python, and goes on with the old."""
+"""Which plain Python values a call changed that it may read again: a replay runs no Python and goes on with the old."""
 
 from __future__ import annotations
 

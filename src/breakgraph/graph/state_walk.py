@@ -23,13 +23,15 @@ _LONG = 1_000
 """Containers of more items are compared, and what they hold is not looked into."""
 _LONGEST = 100_000
 """Of those, only the length is compared."""
-PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, slice, range})
+PLAIN = frozenset((
+    bool, int, float, complex, str, bytes, type(None), slice, range, torch.Size, torch.dtype, torch.device,
+))  # fmt: skip
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 CONTAINERS = (dict, *_SEQUENCES, *_SETS)
 _FOREIGN = frozenset({"torch", "numpy", "triton", "breakgraph", *sys.stdlib_module_names})
 """Packages whose objects change as they like: nothing that is captured depends on it."""
-_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")))
+_ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")))
 
 
 class Global(NamedTuple):
@@ -57,6 +59,7 @@ class Node(NamedTuple):
 def walk(roots: list[object]) -> dict[int, Node]:
     """Everything with state that can be reached, by identity, nearest first; what comes past a limit is left out."""
     found: dict[int, Node] = {}
+    methods: _Methods = {}
     near: deque[tuple[object, tuple[int, Any] | None]] = deque((root, None) for root in roots)
     far: deque[tuple[object, tuple[int, Any] | None]] = deque()
     for queue in (near, far):
@@ -72,7 +75,7 @@ def walk(roots: list[object]) -> dict[int, Node]:
                 for key, value in entries.items():
                     if type(value) not in PLAIN and id(value) not in found:
                         (far if type(key) is Global else queue).append((value, (id(item), key)))
-            far += ((function, None) for function in _code_behind(item) if id(function) not in found)
+            far += ((function, None) for function in _code_behind(item, methods) if id(function) not in found)
     return found
 
 
@@ -100,22 +103,19 @@ def _contents(item: Any) -> dict[Any, Any]:
     if len(item) > _LONGEST:
         return {"len()": len(item)}
     if issubclass(type(item), dict):
-        return {key if _is_plain_key(key) else (type(key).__name__, id(key)): value for key, value in list(item.items())}
-    if issubclass(type(item), _SETS):
-        return {one if _is_plain_key(one) else (type(one).__name__, id(one)): one for one in list(item)}
-    return dict(enumerate(item))
+        return {_plain_key(key): value for key, value in list(item.items())}
+    return {_plain_key(one): one for one in list(item)} if issubclass(type(item), _SETS) else dict(enumerate(item))
 
 
-def _is_plain_key(key: object) -> bool:
-    return type(key) in PLAIN
+def _plain_key(key: Any) -> Any:
+    """Nobody asks objects of a user's whether they are equal."""
+    return key if type(key) in PLAIN else (type(key).__name__, id(key))
 
 
 def _variables(function: types.FunctionType) -> dict[Any, Any]:
-    """What code keeps between calls: variables around it, defaults, attributes of its own, and globals that it names."""
-    names = function.__code__.co_freevars
-    held: dict[Any, Any] = {
-        name: cell.cell_contents for name, cell in zip(names, function.__closure__ or (), strict=True) if is_filled(cell)
-    }
+    """What code keeps between calls: variables around it, defaults, attributes of its own, globals that it names."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    held: dict[Any, Any] = {name: cell.cell_contents for name, cell in cells if is_filled(cell)}
     if _is_foreign(function.__module__):
         return held  # a decorator: what it wraps counts
     code = function.__code__
@@ -148,7 +148,7 @@ def _hidden_state(item: Any) -> dict[Any, Any] | None:
 
 def _fields(item: object) -> dict[Any, Any] | None:
     held: dict[Any, Any] = {}
-    for name, slot in _slots(type(item)).items():
+    for name, slot in _slots(type(item)):
         try:
             held[name] = slot.__get__(item)
         except AttributeError:  # not filled
@@ -158,37 +158,42 @@ def _fields(item: object) -> dict[Any, Any] | None:
     except Exception:  # no attributes, or a proxy with nothing behind it
         attributes = None
     if issubclass(type(attributes), dict):
-        held |= {name: value for name, value in list(attributes.items())}
+        held |= attributes
     return held
 
 
-@functools.lru_cache(maxsize=4096)
-def _slots(kind: type) -> Mapping[str, types.MemberDescriptorType]:
-    return {
-        name: value
-        for base in reversed(kind.__mro__)
-        for name, value in vars(base).items()
-        if isinstance(value, types.MemberDescriptorType) and not name.startswith("__")
-    }
+def _slots(kind: type) -> Iterator[tuple[str, Any]]:
+    """Those that classes declare, and what reads them."""
+    for base in kind.__mro__:
+        declared = base.__dict__.get("__slots__", ())
+        for name in [declared] if isinstance(declared, str) else declared:
+            is_private = name.startswith("__") and not name.endswith("__")
+            held = base.__dict__.get(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
+            if isinstance(held, types.MemberDescriptorType):
+                yield name, held
 
 
-def _code_behind(item: object) -> Iterator[object]:
+_Methods = dict[tuple[type, str], list[types.FunctionType]]
+
+
+def _code_behind(item: object, known: _Methods) -> Iterator[object]:
     """The functions that a call of an object runs, as far as names show, and its class."""
     if is_a(item, types.MethodType):
-        yield from _methods(type(item.__self__), item.__func__.__name__)
+        yield from _methods(type(item.__self__), item.__func__.__name__, known)
         yield item.__func__
     elif is_a(item, torch.nn.Module):
-        yield from _methods(type(item), "forward")
+        yield from _methods(type(item), "forward", known)
     elif not issubclass(type(item), (type, types.FunctionType, functools.partial, *CONTAINERS)):
-        yield from _methods(type(item), "__call__")
+        yield from _methods(type(item), "__call__", known)
     else:
         return
     yield type(item)
 
 
-@functools.lru_cache(maxsize=4096)
-def _methods(kind: type, first: str) -> tuple[types.FunctionType, ...]:
+def _methods(kind: type, first: str, known: _Methods) -> list[types.FunctionType]:
     """A method of a class, and those that it names."""
+    if (kind, first) in known:
+        return known[kind, first]
     found: dict[str, types.FunctionType] = {}
     waiting = [first]
     while waiting:
@@ -199,7 +204,7 @@ def _methods(kind: type, first: str) -> tuple[types.FunctionType, ...]:
             found[name] = function
             inner = inspect.unwrap(function)
             waiting += _names_in(inner.__code__) if is_a(inner, types.FunctionType) else ()
-    return tuple(found.values())
+    return known.setdefault((kind, first), list(found.values()))
 
 
 @functools.lru_cache(maxsize=4096)
