@@ -104,8 +104,12 @@ def test_f14_a_cache_that_counts_in_python_is_refused_with_its_path(device: torc
 
     with torch.no_grad(), pytest.raises(HazardError, match=r"cache\.layers\[0\]\.filled cannot .*\(1 -> 2\)"):
         breakgraph.capture(forward, x)
-    layers[0].push = eager_on_graph(layers[0].push)  # type: ignore[method-assign]
-    with torch.no_grad(), breakgraph.capture(forward, x, state=[layers[0].rows]) as graph:
+    push = eager_on_graph(layers[0].push)
+
+    def in_a_break(x: Tensor) -> Tensor:
+        return doubled(push(x)) + 1
+
+    with torch.no_grad(), breakgraph.capture(in_a_break, x, state=[layers[0].rows]) as graph:
         x.add_(1)
         filled, rows = layers[0].filled, layers[0].rows.clone()
         replayed = graph.replay().clone()

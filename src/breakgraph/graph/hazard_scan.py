@@ -103,6 +103,7 @@ class HazardScan:
         self._scope = ExitStack()
         self._host_random: Any = None
         self._seeds = SeedWatch(())
+        self._is_seeded = False
 
     def __enter__(self) -> HazardScan:
         self._scope.callback(register_module_forward_pre_hook(self._enter).remove)
@@ -120,7 +121,9 @@ class HazardScan:
     def __exit__(self, *exc: object) -> None:
         self._scope.close()
         self.check_seeds("unknown source line")
-        if self._host_random_state() != self._host_random:
+        # A seed of torch's sets the generator on the host too.
+        compared = slice(2) if self._is_seeded else slice(None)
+        if self._host_random_state()[compared] != self._host_random[compared]:
             why = "is drawn from on the host, and a replay repeats the captured numbers"
             where = "unknown source line"
             self._add(Hazard("unregistered generator", "a random generator", why, "", where, _HOST_RANDOM_WAY_OUT))
@@ -129,7 +132,7 @@ class HazardScan:
         """Note it if the code seeded a generator since the last time that this was asked."""
         if self._seeds.is_seeded:
             self._seeds = SeedWatch(())  # once is enough
-            self._host_random = self._host_random_state()  # the same cause
+            self._is_seeded = True
             path = self._stack[-1].path if self._stack else ""
             hazard = Hazard(*SEEDED, path, where or source_line(), SEED_WAY_OUT)
             self._add(hazard, Site(tuple(self._stack), *_functions_on_the_stack()))
