@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import Gemma3TextConfig, StaticCache
 
 import breakgraph
 from breakgraph.errors import HazardError, HazardWarning
@@ -204,6 +205,25 @@ def test_state_of_an_argument_is_named() -> None:
     told = r"static_inputs\[1\]\.layers\[1\]\.length cannot .* \(5 -> 6\)"
     with torch.no_grad(), pytest.raises(HazardError, match=told):
         breakgraph.capture(Model(), torch.randn(2, 4), Cache())
+
+
+def test_a_cache_of_transformers_that_slides_counts_in_python() -> None:
+    kinds = ["full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(
+        hidden_size=8, num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1, head_dim=4, sliding_window=8,
+        layer_types=kinds,
+    )  # fmt: skip
+    cache, x = StaticCache(config=config, max_cache_len=16), torch.randn(1, 1, 1, 4)
+
+    def step(x: Tensor, cache: StaticCache) -> Tensor:
+        return cache.update(x, x, 0)[0].sum() + cache.update(x, x, 1)[0].sum()
+
+    with torch.no_grad(), pytest.raises(HazardError, match=r"cache\.layers\[1\]\.cumulative_length\w* can") as caught:
+        breakgraph.capture(lambda x: step(x, cache), x)
+    (hazard,) = caught.value.report.blocking
+    assert "1 -> 2" in hazard.why
+    with torch.no_grad(), pytest.raises(HazardError, match=r"static_inputs\[1\]\.layers\[1\]\.cumulative_length"):
+        breakgraph.capture(step, x, StaticCache(config=config, max_cache_len=16))
 
 
 def test_a_warning_goes_on() -> None:
