@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import breakgraph
 from breakgraph.attention import attend, current_step, make_attention
 from breakgraph.backends import make_backend
-from breakgraph.errors import StalePlanError, UntraceableError
+from breakgraph.errors import HazardError, StalePlanError, UntraceableError
 from breakgraph.graph import PlanFamily, eager_on_graph
 from breakgraph.runners import PrefillRunner
 from breakgraph.runners.admission import EagerReason
@@ -80,6 +80,42 @@ def test_f13_f14_a_trace_refuses_to_read_lengths_outside_of_a_break(
 @eager_on_graph
 def doubled(x: Tensor) -> Tensor:
     return x * 2
+
+
+class SlidingLayer:
+    """As the layers of a cache that slides: the tensor stays, and how much of it is filled is a number."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rows = torch.zeros(4, 4, device=device)
+        self.filled = 0
+
+    def push(self, x: Tensor) -> Tensor:
+        self.rows[self.filled % 4].copy_(x[0])
+        self.filled += 1
+        return self.rows.sum(0) / self.filled
+
+
+def test_f14_a_cache_that_counts_in_python_is_refused_with_its_path(device: torch.device) -> None:
+    layers, x = [SlidingLayer(device) for _ in range(2)], torch.randn(1, 4, device=device)
+    cache = SimpleNamespace(layers=layers)
+
+    def forward(x: Tensor) -> Tensor:
+        return doubled(cache.layers[0].push(x)) + 1
+
+    with torch.no_grad(), pytest.raises(HazardError, match=r"cache\.layers\[0\]\.filled cannot .*\(1 -> 2\)"):
+        breakgraph.capture(forward, x)
+    push = eager_on_graph(layers[0].push)
+
+    def in_a_break(x: Tensor) -> Tensor:
+        return doubled(push(x)) + 1
+
+    with torch.no_grad(), breakgraph.capture(in_a_break, x, state=[layers[0].rows]) as graph:
+        x.add_(1)
+        filled, rows = layers[0].filled, layers[0].rows.clone()
+        replayed = graph.replay().clone()
+        layers[0].filled = filled
+        layers[0].rows.copy_(rows)
+        assert torch.equal(replayed, forward(x))
 
 
 def adapted(device: torch.device) -> tuple[nn.Module, Tensor]:

@@ -107,6 +107,7 @@ class CpuCapture(CaptureSession):
     def end(self) -> CpuSegment:
         tape, pins = self._recorder.tape, list(self._recorder.pins.values())
         assert tape is not None, "no segment is open"
+        self._recorder.check_unseeded()
         self.abort()
         self.pool_peak_bytes = self._pool.peak_bytes - self._older_bytes
         return CpuSegment(self._pool, tape, pins)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,9 @@ from breakgraph.graph.cpu_pool import CpuPool, Span
 from breakgraph.graph.effects import reads_and_writes, tensors_in
 from breakgraph.graph.op_facts import OpTable, parts_of
 from breakgraph.graph.refusals import cpu_transfer_fault, form_fault, op_fault, refuse
+from breakgraph.graph.seeds import FAULT as SEEDED
+from breakgraph.graph.seeds import WAY_OUT as SEED_WAY_OUT
+from breakgraph.graph.seeds import RecordingSeeds
 
 _HOST_TAG = "_breakgraph_host"
 
@@ -186,10 +190,17 @@ class CpuRecorder(TorchDispatchMode):
         self._check_storage = check_storage
         self._aliases: dict[tuple[Any, ...], torch.Tensor] = {}
         self._ops = OpTable("cpu")
+        self._seeds = RecordingSeeds()
 
     def start(self) -> None:
         """Open a segment."""
         self.tape, self.pins = [], {}
+        self._seeds.start()
+
+    def check_unseeded(self) -> None:
+        """Raises UncapturableOpError where the code of the open segment seeded the generator."""
+        if self._seeds.is_seeded:
+            refuse(SEEDED, way_out=SEED_WAY_OUT)
 
     def clear(self) -> None:
         """Let go of every tensor; the recorder may live on in a reference cycle."""
@@ -216,7 +227,10 @@ class CpuRecorder(TorchDispatchMode):
         if facts.is_view:
             return func(*args, **kwargs)
         call = _MetaCall()
-        meta_out = call.run(func, args, kwargs)
+        if facts.is_random:
+            self.check_unseeded()
+        with self._seeds.kept() if facts.is_random else nullcontext():
+            meta_out = call.run(func, args, kwargs)
         results: list[torch.Tensor | None] = []
         out = map_tensors(meta_out, lambda meta: self._result(meta, call, results))
         if facts.allocates_only:
@@ -264,7 +278,8 @@ class CpuRecorder(TorchDispatchMode):
     def record_compiled(self, call: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Put compiled code on the tape; what its results look like is seen by running it on zeros."""
         assert self.tape is not None, "no segment is open"
-        with _disable_current_modes():
+        self.check_unseeded()
+        with _disable_current_modes(), self._seeds.kept():
             zeros = [_zeros(a) if isinstance(a, torch.Tensor) else a for a in args]
             given = {z.untyped_storage()._cdata: a for z, a in zip(zeros, args, strict=True) if z is not a}
             results: list[torch.Tensor | None] = []

@@ -19,6 +19,7 @@ _OVERWRITES = frozenset(
         "index_copy_", "index_put_", "_index_put_impl_", "scatter_",
     )
 )  # fmt: skip
+_FILLS_NOISE = frozenset({"aten::rrelu_with_noise", "aten::rrelu_with_noise_"})
 _SEQUENCES = (list, tuple)
 # Argument names by which operators take memory to write their result into.
 _OUT_NAMES = frozenset({"out", "out0", "out1", "out2", "out3", "values", "indices"})
@@ -77,4 +78,6 @@ def _writes_only(func: torch._ops.OpOverload, spec: torch._C.Argument) -> bool:
         return True  # an opaque operator: its schema does not tell an output buffer from an accumulator
     if spec.kwarg_only and spec.name in _OUT_NAMES:
         return True
-    return func._schema.name in _OVERWRITES and spec.name == "self"
+    if func._schema.name in _OVERWRITES:
+        return spec.name == "self"
+    return func._schema.name in _FILLS_NOISE and spec.name == "noise"

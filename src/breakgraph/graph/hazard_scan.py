@@ -10,7 +10,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,28 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from breakgraph.graph.computed_weights import computed_weight
 from breakgraph.graph.device import Device
 from breakgraph.graph.effects import allocates_only, tensors_in
 from breakgraph.graph.hazards import Hazard, HazardReport
 from breakgraph.graph.live import Live
 from breakgraph.graph.op_facts import OpTable, parts_of
+from breakgraph.graph.python_state import Change, StateWatch
 from breakgraph.graph.refusals import WAY_OUT, Fault, form_fault, is_user_file, op_fault, source_line
+from breakgraph.graph.seeds import FAULT as SEEDED
+from breakgraph.graph.seeds import WAY_OUT as SEED_WAY_OUT
+from breakgraph.graph.seeds import SeedWatch
 from breakgraph.graph.side_effects import Attribute, AttributeWatch, is_a, outermost
 from breakgraph.graph.tree import is_constant, is_scattered, is_transformed, layout_of, tree_leaves
 
 _WARM_UP = str(Path(__file__).with_name("warm_up.py"))  # whose frames are around the captured function
+_OWN_PACKAGE = str(Path(__file__).parent.parent)
 _GENERATOR_WAY_OUT = "use the device's default generator (torch.manual_seed), or draw in an eager break"
 _HOST_RANDOM_WAY_OUT = "draw on the device, or in an eager break"
-_SIDE_EFFECT_WAY_OUT = "change it in an eager break or outside the captured function, or keep it in a tensor"
+_SIDE_EFFECT_WAY_OUT = (
+    "change it in an eager break or outside the captured function, keep it in a tensor, or, if no captured code "
+    'depends on it, capture with on_hazard="warn"'
+)
 
 
 @dataclass(slots=True)
@@ -52,11 +61,16 @@ class Site:
 
 @dataclass(slots=True)
 class ScanResult:
-    """What a scan found, where, and which modules cannot be breaks."""
+    """What a scan found, where, and which modules cannot be breaks.
+
+    Attributes:
+        is_sure: False where a change of Python state may have been made by a break: look again.
+    """
 
     report: HazardReport
     sites: list[Site]
     obstacles: dict[int, str] = field(default_factory=dict)
+    is_sure: bool = True
 
 
 class HazardScan:
@@ -66,13 +80,17 @@ class HazardScan:
         device: Tells device tensors from host tensors.
         roots: Names of the modules that the function uses, for paths.
         attributes: Compared at the end of the run.
+        state: The same, of what is no attribute of a module.
     """
 
-    def __init__(self, device: Device, roots: dict[str, torch.nn.Module], attributes: AttributeWatch) -> None:
+    def __init__(
+        self, device: Device, roots: dict[str, torch.nn.Module], attributes: AttributeWatch, state: StateWatch
+    ) -> None:  # fmt: skip
         self.device = device
         self.quiet = 0
         self.main_stream = device.current_stream()
         self._attributes = attributes
+        self._state = state
         self._thread = threading.get_ident()
         self._names = paths_of(roots)
         self._stack: list[ModuleCall] = []
@@ -84,6 +102,8 @@ class HazardScan:
         self._guard = device.host_guard(self._note_call)
         self._scope = ExitStack()
         self._host_random: Any = None
+        self._seeds = SeedWatch(())
+        self._is_seeded = False
 
     def __enter__(self) -> HazardScan:
         self._scope.callback(register_module_forward_pre_hook(self._enter).remove)
@@ -92,15 +112,30 @@ class HazardScan:
         self._scope.enter_context(self._guard)
         self._scope.enter_context(_Operators(self))
         self._attributes.renew()
+        self._state.renew()
+        own = [g for g in self.device.default_generators() if g.device == self.device.torch_device]
+        self._seeds = SeedWatch(own)
         self._host_random = self._host_random_state()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._scope.close()
-        if self._host_random_state() != self._host_random:
+        self.check_seeds("unknown source line")
+        # A seed of torch's sets the generator on the host too.
+        compared = slice(2) if self._is_seeded else slice(None)
+        if self._host_random_state()[compared] != self._host_random[compared]:
             why = "is drawn from on the host, and a replay repeats the captured numbers"
             where = "unknown source line"
             self._add(Hazard("unregistered generator", "a random generator", why, "", where, _HOST_RANDOM_WAY_OUT))
+
+    def check_seeds(self, where: str = "") -> None:
+        """Note it if the code seeded a generator since the last time that this was asked."""
+        if self._seeds.is_seeded:
+            self._seeds = SeedWatch(())  # once is enough
+            self._is_seeded = True
+            path = self._stack[-1].path if self._stack else ""
+            hazard = Hazard(*SEEDED, path, where or source_line(), SEED_WAY_OUT)
+            self._add(hazard, Site(tuple(self._stack), *_functions_on_the_stack()))
 
     @contextmanager
     def silence(self) -> Iterator[None]:
@@ -113,23 +148,31 @@ class HazardScan:
 
     def run_break(self, call: Callable[[], Any]) -> Any:
         """Run an eager break: nothing in it is a hazard."""
+        self.check_seeds()
         with self.silence():
             self._guard.enabled = False
             is_untouched = self._host_random_state() == self._host_random
             try:
-                return self._attributes.allowing(call)
+                return self._attributes.allowing(lambda: self._state.allowing(call))
             finally:
                 self._guard.enabled = True
+                self._seeds.renew()
                 if is_untouched:
                     self._host_random = self._host_random_state()
 
     def result(self) -> ScanResult:
         """What the run showed; call it once the run is over."""
-        for attribute in self._attributes.changed():
+        attributes, changes = self._attributes.changed(), self._state.changed(self._names)
+        for attribute in attributes:
             if id(attribute.owner) not in self._in_break_only:
-                self._note_side_effect(attribute)
+                self._note_side_effect(attribute, changes)
+        known = {(id(attribute.owner), attribute.name) for attribute in attributes}
+        for change in changes:
+            if known.isdisjoint(change.way) and self._in_break_only.isdisjoint(map(id, change.around)):
+                self._note_change(change)
         hazards = tuple(hazard for hazard, _ in self._found)
-        return ScanResult(HazardReport(hazards), [site for _, site in self._found], self._obstacles)
+        is_sure = not self._state.suspect(changes)
+        return ScanResult(HazardReport(hazards), [site for _, site in self._found], self._obstacles, is_sure)
 
     def strangers(self) -> list[torch.nn.Module]:
         """Modules that were called and lie under no root, without those inside of others."""
@@ -159,13 +202,23 @@ class HazardScan:
         if all(hazard != known for known, _ in self._found):
             self._found.append((hazard, site or Site(())))
 
-    def _note_side_effect(self, attribute: Attribute) -> None:
-        owner, name = attribute
+    def _note_side_effect(self, attribute: Attribute, changes: Sequence[Change]) -> None:
+        owner, name = attribute.owner, attribute.name
         path = self._names.get(id(owner), type(owner).__name__)
-        why = "is changed by every call, and a replay runs no Python"
+        told = next((change.told for change in changes if change.way[-1] == (id(owner), name)), "")
         module = path if is_a(owner, torch.nn.Module) else ""
-        hazard = Hazard("Python side effect", f"{path}.{name}", why, module, forward_line(owner), _SIDE_EFFECT_WAY_OUT)
+        hazard = _side_effect(f"{path}.{name}", told, module, forward_line(owner))
+        computed = computed_weight(owner, name)
+        if computed is not None:
+            hazard = replace(hazard, why=computed.why, way_out=computed.way_out)
         self._add(hazard, Site(self._calls.get(id(owner), ())))
+
+    def _note_change(self, change: Change) -> None:
+        modules = [owner for owner in reversed(change.around) if is_a(owner, torch.nn.Module)]
+        path = self._names.get(id(modules[0]), "") if modules else ""
+        line = forward_line(modules[0]) if modules else function_line(change.around)
+        called = next((calls for module in modules if (calls := self._calls.get(id(module)))), ())
+        self._add(_side_effect(change.path, change.told, path, line), Site(called))
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         if threading.get_ident() != self._thread:
@@ -211,10 +264,13 @@ class _Operators(TorchDispatchMode):
             scan.note(fault)
             with scan.silence():
                 return func(*args, **kwargs)
-        if self._ops[func].is_composite:
+        facts = self._ops[func]
+        if facts.is_composite:
             with self:
                 return parts_of(func, args, kwargs)
         if not scan.quiet:
+            if facts.is_random:
+                scan.check_seeds()
             fault = op_fault(func, args) or scan.device.transfer_fault(func, args, kwargs, given)
             if fault is not None:
                 scan.note(fault)
@@ -249,6 +305,21 @@ def forward_line(owner: object) -> str:
     forward = inspect.unwrap(type(owner).forward) if is_a(owner, torch.nn.Module) else None
     code = getattr(forward, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno} in forward" if code is not None else "unknown source line"
+
+
+def function_line(around: Sequence[object]) -> str:
+    """``file:line in function`` of the innermost function of the user's among objects."""
+    for item in reversed(around):
+        function = item.__func__ if is_a(item, types.MethodType) else item
+        code = function.__code__ if is_a(function, types.FunctionType) else None
+        if code is not None and is_user_file(code.co_filename) and not code.co_filename.startswith(_OWN_PACKAGE):
+            return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+    return "unknown source line"
+
+
+def _side_effect(what: str, told: str, module: str, line: str) -> Hazard:
+    why = f"is changed by every call{f' ({told})' if told else ''}, and a replay runs no Python"
+    return Hazard("Python side effect", what, why, module, line, _SIDE_EFFECT_WAY_OUT)
 
 
 def _obstacle(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> str | None:

@@ -1,4 +1,5 @@
-"""The state of the process and thread that a capture depends on: garbage collection, grad and autocast modes."""
+"""The state of the process and thread that a capture depends on: garbage collection, grad and autocast modes,
+defaults of dtype and device, attention kernels."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils._device import DeviceContext
 
 _open_windows = 0
 _was_enabled = True
@@ -36,19 +39,34 @@ def capture_window() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ExecMode:
-    """Grad, inference and autocast modes of the thread that captured; every replay and break runs under them."""
+    """What torch was told by contexts around a capture, or a break: every replay and break runs under the same.
+
+    Attributes:
+        default_device: Of `torch.set_default_device` or `with torch.device(...)`; None where nobody set one.
+        attention: See :func:`_attention`.
+    """
 
     grad: bool
     inference: bool
     autocast_dtype: torch.dtype | None
+    default_dtype: torch.dtype
+    default_device: torch.device | None
+    attention: tuple[Any, ...]
     device_type: str
 
     @classmethod
     def current(cls, device_type: str) -> ExecMode:
         """The modes in force now."""
         enabled = torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if enabled else None
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dtype, device_type)
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast_dtype=torch.get_autocast_dtype(device_type) if enabled else None,
+            default_dtype=torch.get_default_dtype(),
+            default_device=_default_device(),
+            attention=_attention(),
+            device_type=device_type,
+        )
 
     def apply(self) -> AbstractContextManager[object]:
         """Enter the modes; a no-op when they are already in force."""
@@ -68,4 +86,41 @@ class ExecMode:
                     cache_enabled=False,
                 )
             )
+        if (dtype := torch.get_default_dtype()) != self.default_dtype:
+            stack.callback(torch.set_default_dtype, dtype)
+            torch.set_default_dtype(self.default_dtype)
+        if (attention := _attention()) != self.attention:
+            stack.callback(_set_attention, attention)
+            _set_attention(self.attention)
+        if _default_device() != self.default_device:
+            stack.enter_context(self.default_device or torch.device("cpu"))
         return stack
+
+
+def _default_device() -> torch.device | None:
+    """Of this thread: that of the innermost mode which stands for one."""
+    depth = torch._C._len_torch_function_stack()
+    if not depth:
+        return None
+    for place in range(depth - 1, -1, -1):
+        mode = torch._C._get_function_stack_at(place)
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
+
+
+_KERNELS = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+_may_use = [getattr(torch._C, f"_get_{name}_sdp_enabled") for name in _KERNELS]
+_set_use = [getattr(torch._C, f"_set_sdp_use_{name}") for name in _KERNELS]
+
+
+def _attention() -> tuple[Any, ...]:
+    """Which kernels `scaled_dot_product_attention` may use, and which it tries first: `sdpa_kernel()` sets both."""
+    return (*[may_use() for may_use in _may_use], torch._C._get_sdp_priority_order())
+
+
+def _set_attention(attention: tuple[Any, ...]) -> None:
+    *used, order = attention
+    for set_use, is_used in zip(_set_use, used, strict=True):
+        set_use(is_used)
+    torch._C._set_sdp_priority_order(order)

@@ -23,6 +23,7 @@ class OpFacts:
         is_launched: Whether a kernel runs for it, where there is something to compute.
         is_mutable: Whether it writes an argument.
         reads_host: Whether it reads a device value on the host.
+        is_random: Whether it draws from a generator.
     """
 
     is_composite: bool
@@ -32,6 +33,7 @@ class OpFacts:
     is_launched: bool
     is_mutable: bool
     reads_host: bool
+    is_random: bool
 
     @classmethod
     def of(cls, func: torch._ops.OpOverload, device_type: str) -> OpFacts:
@@ -49,6 +51,7 @@ class OpFacts:
             is_launched=not is_view and not only_allocates,
             is_mutable=func._schema.is_mutable,
             reads_host=torch.Tag.data_dependent_output in tags,
+            is_random=torch.Tag.nondeterministic_seeded in tags,
         )
 
 

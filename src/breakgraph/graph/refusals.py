@@ -68,13 +68,13 @@ FUNCTIONS, LAYOUT = "higher-order operator", "tensor layout"
 Operator = torch._ops.OpOverload | torch._ops.HigherOrderOperator
 
 
-def refuse(fault: Fault, cause: BaseException | None = None) -> NoReturn:
+def refuse(fault: Fault, cause: BaseException | None = None, way_out: str = WAY_OUT) -> NoReturn:
     """Raise for one operation.
 
     Raises:
         UncapturableOpError: always.
     """
-    said = f"{fault.what} cannot be captured: it {fault.why} ({source_line()}); {WAY_OUT}"
+    said = f"{fault.what} cannot be captured: it {fault.why} ({source_line()}); {way_out}"
     raise UncapturableOpError(said) from cause
 
 

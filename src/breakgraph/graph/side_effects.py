@@ -7,6 +7,7 @@ import functools
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
@@ -20,11 +21,25 @@ _FOREIGN = {"builtins", "functools", "types", "torch", "numpy", "logging", "thre
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
-class Attribute(NamedTuple):
-    """One attribute of a module or another object; of a module, also a buffer or parameter."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Attribute:
+    """One attribute of a module or another object; of a module, also a buffer or parameter.
+
+    Equal to another of the same name on the very same object: objects may be equal to others, or have no hash.
+    """
 
     owner: object
     name: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Attribute) and self.owner is other.owner and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash((id(self.owner), self.name))
+
+
+_Key = tuple[int, str]
+"""An object's identity and the name of an attribute."""
 
 
 class _Seen(NamedTuple):
@@ -49,7 +64,8 @@ def _look_at(value: Any) -> _Seen:
     return _Seen(value, value.data_ptr() if type(value) in (torch.Tensor, torch.nn.Parameter) else None)
 
 
-def _attributes(owner: object) -> Iterator[tuple[str, Any]]:
+def attributes_of(owner: object) -> Iterator[tuple[str, Any]]:
+    """What an object holds by name, its hooks left out; of a module also parameters, buffers and modules."""
     for name, value in list(object.__getattribute__(owner, "__dict__").items()):
         if name in _REGISTRIES and is_a(owner, torch.nn.Module):
             yield from value.items()
@@ -67,8 +83,8 @@ class AttributeWatch:
 
     def __init__(self, roots: Iterable[torch.nn.Module], holders: Iterable[object] = ()) -> None:
         self._owners: dict[int, object] = {id(holder): holder for holder in holders}
-        self._before: dict[Attribute, _Seen] = {}
-        self._allowed: set[Attribute] = set()
+        self._before: dict[_Key, _Seen] = {}
+        self._allowed: set[_Key] = set()
         self.add(roots)
         self.renew()
 
@@ -85,7 +101,8 @@ class AttributeWatch:
         """What was added, removed, replaced, or grew since; without what :meth:`allowing` was told of."""
         now = self._look()
         keys = dict.fromkeys([*self._before, *now])
-        return [key for key in keys if key not in self._allowed and self._differs(self._before, now, key)]
+        differing = (key for key in keys if key not in self._allowed and self._differs(self._before, now, key))
+        return [Attribute(self._owners[owner], name) for owner, name in differing]
 
     def allowing(self, call: Callable[[], Any]) -> Any:
         """Run ``call``; what it changes is not counted."""
@@ -97,14 +114,14 @@ class AttributeWatch:
             self._allowed |= {key for key in {**before, **now} if self._differs(before, now, key)}
 
     @staticmethod
-    def _differs(before: Mapping[Attribute, _Seen], now: Mapping[Attribute, _Seen], key: Attribute) -> bool:
+    def _differs(before: Mapping[_Key, _Seen], now: Mapping[_Key, _Seen], key: _Key) -> bool:
         return key not in before or key not in now or not before[key].is_same(now[key])
 
-    def _look(self) -> dict[Attribute, _Seen]:
+    def _look(self) -> dict[_Key, _Seen]:
         return {
-            Attribute(owner, name): _look_at(value)
-            for owner in self._owners.values()
-            for name, value in _attributes(owner)
+            (ident, name): _look_at(value)
+            for ident, owner in self._owners.items()
+            for name, value in attributes_of(owner)
         }
 
 
@@ -167,7 +184,7 @@ def _uses(item: object) -> Sequence[object]:
     if is_a(item, types.MethodType):
         return [item.__self__, item.__func__]
     if is_a(item, types.FunctionType):
-        filled = [cell.cell_contents for cell in item.__closure__ or () if _is_filled(cell)]
+        filled = [cell.cell_contents for cell in item.__closure__ or () if is_filled(cell)]
         return filled + [item.__globals__[name] for name in item.__code__.co_names if name in item.__globals__]
     if (is_a(item, tuple) or is_a(item, list)) and len(item) < 100:
         return item
@@ -179,7 +196,8 @@ def is_a(item: object, kind: type[T]) -> TypeGuard[T]:
     return issubclass(type(item), kind)
 
 
-def _is_filled(cell: types.CellType) -> bool:
+def is_filled(cell: types.CellType) -> bool:
+    """Whether the variable has a value by now."""
     try:
         return cell.cell_contents is not cell
     except ValueError:

@@ -15,6 +15,7 @@ from breakgraph.graph.eager_break import BreakSpec, EagerBreak, active, is_break
 from breakgraph.graph.hazard_scan import HazardScan, ScanResult, Site, forward_line, paths_of
 from breakgraph.graph.hazards import Hazard, OnHazard
 from breakgraph.graph.pretence import as_if_capturing
+from breakgraph.graph.python_state import StateWatch
 from breakgraph.graph.side_effects import Attribute, AttributeWatch, Reachable, named, reachable
 from breakgraph.graph.tree import Tree
 
@@ -188,6 +189,7 @@ def warm_up(
     warm = WarmUp(device, breaks)
     roots, holders = Reachable({}, []) if on_hazard is None else reachable(fn)
     attributes = AttributeWatch(roots.values(), holders)
+    state = StateWatch(fn if on_hazard is not None else None)
     outputs: Tree = None
     for _ in range(runs):
         outputs = warm.run(fn)
@@ -195,10 +197,11 @@ def warm_up(
     if on_hazard is None:
         return Warmed(outputs, warm.constants, ())
     own = attributes.changed()
+    state.suspect(state.changed())
     first_use = _first_use_notes(own, roots)
-    is_known = False
+    is_known = is_sure = False
     while True:
-        scan = HazardScan(device, roots, attributes)
+        scan = HazardScan(device, roots, attributes, state)
         outputs = warm.run(fn, scan)
         restore()
         found = scan.result()
@@ -207,12 +210,17 @@ def warm_up(
             # Held by objects that are not looked into: from now on they are watched like the others.
             roots, is_known = named([*roots.values(), *strangers]), True
             attributes.add(strangers)
+            state.add(strangers)
+            continue
+        if not (found.is_sure or is_sure):
+            is_sure = True  # once is enough: what changed is watched around breaks from now on
             continue
         if not found.report.blocking or on_hazard == "warn":
             break
         obstacles = made.make(found) if on_hazard == "break" else []
         if on_hazard == "raise" or obstacles:
             raise found.report.error(obstacles)
+    state.forget()
     if found.report.blocking:
         warnings.warn(str(found.report), HazardWarning, stacklevel=2)
     return Warmed(outputs, warm.constants, (*first_use, *map(str, found.report.notes)), frozenset(own))
@@ -222,7 +230,8 @@ def _first_use_notes(own: Iterable[Attribute], roots: dict[str, torch.nn.Module]
     """What the first run left on modules: harmless, since it lies outside the pool and is there by now."""
     paths = paths_of(roots)
     notes = []
-    for owner, name in own:
+    for attribute in own:
+        owner, name = attribute.owner, attribute.name
         path = paths.get(id(owner), "")
         what = f"{path or type(owner).__name__}.{name}"
         why = "was set by the first call, and captures use what it holds"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from breakgraph.errors import CaptureError, StaleOutputError, StalePlanError, UncapturableOpError
 from breakgraph.graph import Plan, PlanFamily, eager_on_graph
+from breakgraph.graph.plan import EagerStep
 
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 
@@ -67,6 +70,74 @@ def test_autocast_is_part_of_the_plan(device: torch.device, family: PlanFamily) 
         got = plan.replay()  # autocast is off here
     assert torch.equal(got, want)
     assert set(inside) == {torch.bfloat16}
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+Told = tuple[torch.dtype, torch.device, tuple[bool, ...], list[int]]
+
+
+def told_by_torch() -> Told:
+    kernels = torch.backends.cuda
+    may_use = kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled()
+    return torch.get_default_dtype(), torch.empty(0).device, may_use, torch._C._get_sdp_priority_order()
+
+
+CONTEXTS: list[Callable[[], AbstractContextManager[object]]] = [
+    lambda: default_dtype(torch.float64),
+    lambda: default_device("meta"),
+    lambda: torch.device("meta"),
+    lambda: sdpa_kernel(SDPBackend.MATH),
+    lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION], set_priority=True),
+]
+
+
+@pytest.mark.parametrize("around", range(len(CONTEXTS)))
+@pytest.mark.parametrize("replayed", [None, *range(len(CONTEXTS))])
+def test_contexts_around_a_break_are_entered_at_every_replay(
+    device: torch.device, family: PlanFamily, around: int, replayed: int | None
+) -> None:
+    x, inside = torch.ones(3, device=device), list[Told]()
+
+    @eager_on_graph
+    def spy(t: Tensor) -> Tensor:
+        inside.append(told_by_torch())
+        return t + 1
+
+    def fn() -> Tensor:
+        y = spy(x)
+        with CONTEXTS[around]():
+            y = spy(y)
+        return spy(y) * 2
+
+    with torch.no_grad():
+        plan = family.capture(fn)
+        want, inside[:] = inside[-3:], []
+        assert want[0] == want[2]
+        assert want[0] != want[1]
+        before = told_by_torch()
+        with nullcontext() if replayed is None else CONTEXTS[replayed]():
+            plan.replay()
+        assert inside == want
+        assert told_by_torch() == before
+        assert [step.mode is None for step in plan._steps if isinstance(step, EagerStep)] == [True, False, True]
 
 
 def test_random_numbers_advance_as_eager_ones_do(device: torch.device, family: PlanFamily) -> None:

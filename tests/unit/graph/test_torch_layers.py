@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import breakgraph
 from breakgraph.errors import (
@@ -224,3 +225,40 @@ def test_a_sparse_tensor_crosses_no_edge_of_a_break_or_plan(device: torch.device
     ):
         with torch.no_grad(), PlanFamily(device) as family, pytest.raises(error, match=message):
             family.capture(fn)
+
+
+def pruned() -> nn.Module:
+    return prune.random_unstructured(nn.Linear(8, 8), "weight", 0.5)
+
+
+OLD_WEIGHTS: list[tuple[Callable[[], nn.Module], str]] = [
+    (pruned, r"torch\.nn\.utils\.prune,.*utils\.prune\.remove\(module, 'weight'\)"),
+    (lambda: nn.utils.weight_norm(nn.Linear(8, 8)), r"weight_norm,.*remove_weight_norm\(module, 'weight'\).*param"),
+    (lambda: nn.utils.spectral_norm(nn.Linear(8, 8)), r"spectral_norm,.*remove_spectral_norm\(module, 'weight'\)"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize(("make", "told"), OLD_WEIGHTS, ids=["prune", "weight_norm", "spectral_norm"])
+def test_a_weight_that_a_hook_computes_is_called_what_it_is(make: Callable[[], nn.Module], told: str) -> None:
+    x = torch.randn(3, 8)
+    with torch.no_grad(), pytest.raises(HazardError, match=r"0\.weight cannot .* by a forward pre-hook of .*" + told):
+        breakgraph.capture(nn.Sequential(make()), x)
+
+
+def test_a_pruned_layer_that_was_made_permanent_is_captured(device: torch.device) -> None:
+    layer, x = pruned().to(device), torch.randn(3, 8, device=device)
+    prune.remove(layer, "weight")
+    with torch.no_grad(), breakgraph.capture(layer, x, verify=True) as captured:
+        assert torch.equal(captured.replay(), layer(x))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_rrelu_that_trains_writes_its_noise(device: torch.device, in_place: bool) -> None:
+    layer, x = nn.RReLU(inplace=in_place).train(), torch.randn(3, 8, device=device)
+    with torch.no_grad(), breakgraph.capture(lambda x: layer(x * 2) + 1, x) as captured:
+        x.normal_()
+        torch.manual_seed(3)
+        replayed = captured.replay().clone()
+        torch.manual_seed(3)
+        assert torch.equal(replayed, layer(x * 2) + 1)
