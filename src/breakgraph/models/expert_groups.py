@@ -35,11 +35,12 @@ def experts_of(
     index_ptr, live_ptr, pairs, num_pairs, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, LIVE: tl.constexpr
 ):  # fmt: skip
     """Expert of each pair; NOBODY for those that have none: padding, and sentinels of the router."""
-    used = pairs < num_pairs
+    # Padding is read as well: so no load waits for another.
+    experts = tl.load(index_ptr + pairs, mask=pairs < num_pairs, other=-1).to(tl.int32)
+    known = (experts >= 0) & (experts < NUM_EXPERTS)
     if LIVE:
-        used &= pairs // TOP_K < tl.load(live_ptr)
-    experts = tl.load(index_ptr + pairs, mask=used, other=-1).to(tl.int32)
-    return tl.where((experts >= 0) & (experts < NUM_EXPERTS), experts, NOBODY)
+        known &= pairs // TOP_K < tl.load(live_ptr)
+    return tl.where(known, experts, NOBODY)
 
 
 @triton.jit
