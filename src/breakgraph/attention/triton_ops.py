@@ -6,6 +6,7 @@ its grids and its workspace depend on shapes alone: one captured graph serves an
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -70,6 +71,8 @@ _DECODE_FLOAT32 = {
     128: Tile(16, 16, 4, 2, 16), 256: Tile(16, 16, 4, 2, 16), 384: Tile(16, 16, 4, 2, 16), 512: Tile(16, 16, 4, 2, 16),
 }  # fmt: skip
 _LARGE_SHARED_BYTES = 224 * 1024
+# Heads of 128, few rows: smaller tiles, so that there is one for each multiprocessor. The largest first.
+_VARLEN_FEW = (Tile(64, 64, 4, 3), Tile(32, 64, 4, 3))
 
 
 def padded(size: int) -> int:
@@ -78,9 +81,18 @@ def padded(size: int) -> int:
 
 
 @lru_cache
-def varlen_tile(columns: int, group: int, dtype: torch.dtype, large: bool) -> Tile:
-    """For any number of queries a request. `columns` are those of a padded key and value together."""
-    return _choose((_VARLEN_FLOAT32, _VARLEN_LARGE, _VARLEN_SMALL), columns, group, dtype, large)
+def varlen_tile(columns: int, group: int, dtype: torch.dtype, large: bool, per_sm: float = math.inf) -> Tile:
+    """For any number of queries a request.
+
+    Args:
+        columns: Those of a padded key and value together.
+        per_sm: Rows of queries, each head counted, for a multiprocessor.
+    """
+    tile = _choose((_VARLEN_FLOAT32, _VARLEN_LARGE, _VARLEN_SMALL), columns, group, dtype, large)
+    if large and dtype != torch.float32 and columns == 256 and per_sm < tile.block_m:
+        few = next((few for few in _VARLEN_FEW if per_sm >= few.block_m), _VARLEN_FEW[-1])
+        return replace(few, block_m=max(few.block_m, padded(group)))
+    return tile
 
 
 @lru_cache
@@ -179,20 +191,22 @@ def varlen(
     window: int | None,
     out: torch.Tensor,
 ) -> None:
-    like = (
-        q.device, q.dtype, key_cache.dtype, None if sinks is None else sinks.dtype, q.shape[1], *key_cache.shape[1:],
-        value_cache.shape[3], window is None, softcap is None,
-    )  # fmt: skip
-    queries, options = _varlen_options(*like)
+    num_rows, num_heads, _ = q.shape
+    block_size, num_kv_heads, head_dim = key_cache.shape[1:]
+    v_head_dim, group, device = value_cache.shape[3], num_heads // num_kv_heads, _device_facts(q.device)
+    per_sm = num_rows * num_heads / device.num_sms
+    tile = varlen_tile(padded(head_dim) + padded(v_head_dim), group, q.dtype, device.large, per_sm)
+    numbers = num_kv_heads, group, head_dim, v_head_dim, block_size, window is not None, softcap is not None
+    like = tile, q.device, q.dtype, key_cache.dtype, None if sinks is None else sinks.dtype, *numbers
     num_reqs = starts.shape[0] - 1
-    num_tiles = q.shape[0] // queries + num_reqs + 1
+    num_tiles = num_rows // (tile.block_m // group) + num_reqs + 1
     _LAUNCH_VARLEN(
         like,
-        (key_cache.shape[2] * num_tiles, 1, 1),
+        (num_kv_heads * num_tiles, 1, 1),
         (out, q, key_cache, value_cache, tables, seq_lens, starts, q if sinks is None else sinks),
         (*q.stride()[:2], *out.stride()[:2]),
-        (num_reqs, q.shape[0], tables.stride(0), window or 0, scale, softcap or 0.0),
-        options,
+        (num_reqs, num_rows, tables.stride(0), window or 0, scale, softcap or 0.0),
+        _varlen_options(tile, sinks is not None, *numbers),
     )
 
 
@@ -201,18 +215,15 @@ _LAUNCH_VARLEN = RepeatedLaunch(varlen_kernel)
 
 @lru_cache
 def _varlen_options(
-    device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, sinks_dtype: torch.dtype | None,
-    num_heads: int, block_size: int, num_kv_heads: int, head_dim: int, v_head_dim: int, has_no_window: bool,
-    has_no_softcap: bool,
-) -> tuple[int, dict[str, Any]]:  # fmt: skip
-    """Queries of a tile; and the constants of the kernel, with how it is compiled."""
-    group = num_heads // num_kv_heads
-    tile = varlen_tile(padded(head_dim) + padded(v_head_dim), group, dtype, _device_facts(device).large)
-    return tile.block_m // group, {
+    tile: Tile, has_sinks: bool, num_kv_heads: int, group: int, head_dim: int, v_head_dim: int, block_size: int,
+    has_window: bool, has_softcap: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """The constants of the kernel, and how it is compiled."""
+    return {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "V_HEAD_DIM": v_head_dim,
         "BLOCK_SIZE": block_size, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         "BLOCK_D": padded(head_dim), "BLOCK_DV": padded(v_head_dim),
-        "WINDOW": not has_no_window, "SOFTCAP": not has_no_softcap, "SINKS": sinks_dtype is not None,
+        "WINDOW": has_window, "SOFTCAP": has_softcap, "SINKS": has_sinks,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": tile.max_registers,
     }  # fmt: skip
 
