@@ -72,7 +72,7 @@ _DECODE_FLOAT32 = {
 }  # fmt: skip
 _LARGE_SHARED_BYTES = 224 * 1024
 # Heads of 128, few rows: smaller tiles, so that there is one for each multiprocessor. The largest first.
-_VARLEN_FEW = (Tile(64, 64, 4, 3), Tile(32, 64, 4, 3))
+_VARLEN_FEW = (Tile(64, 64, 4, 3), Tile(32, 128, 4, 2))
 
 
 def padded(size: int) -> int:
