@@ -18,9 +18,10 @@ def test_the_table_is_the_report_of_the_result_file() -> None:
     result = read_result(ROOT / path)
     head, rule, *rows = table.splitlines()
     columns = [f"{name} ({fusion})" for name in ("eager", "breakable", "full") for fusion in ("inductor", "unfused")]
+    columns.append("transformers, eager (unfused, sdpa)")
     assert head == f"| tokens | {' | '.join(columns)} | GPU busy |"
     assert [row.split(" ")[1] for row in rows] == ["128", "512", "2048", "8192"]
-    written = "\n".join(("### ms a step, 1 request\n\nattention flashinfer\n", head, rule, *rows))
+    written = "\n".join(("### ms a step, 1 request\n\nattention triton or flashinfer\n", head, rule, *rows))
     assert written in render([result], "markdown")
     assert f"({path})" in text
     versions = f"torch {result.versions.torch}, transformers {result.versions.transformers}"
@@ -32,6 +33,8 @@ def test_what_the_text_says_beside_the_table() -> None:
     assert result.shape.model == "qwen3-8b"
     assert {row.params["requests"] for row in result.rows if row.name == "prefill"} == {1}
     for row in result.rows:
+        if row.name != "prefill":
+            continue
         if row.params.get("backend") in ("breakable", "full"):
             assert row.metrics["equals_eager"].value
             assert row.metrics["back_to_back"].value > 0

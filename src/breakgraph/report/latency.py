@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from breakgraph.bench.result import Result, Row
 
-BACKENDS = ("eager", "breakable", "full")
+BACKENDS = ("eager", "breakable", "full", "auto")
 """First in tables and legends; others follow by name."""
 
 
