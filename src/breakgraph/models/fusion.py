@@ -77,7 +77,7 @@ def fuse(model: HFModel) -> None:
     for hide in (hide_breaks, hide_attention, hide_experts):
         hide()
     backend = "inductor" if model.device.type == "cuda" else "eager"
-    options = _inductor_options() if backend == "inductor" else None
+    options = _inductor_options(model) if backend == "inductor" else None
     for block in blocks:
         block.forward = _CompiledBlock(block, backend, options)
     logger.info(
@@ -87,9 +87,12 @@ def fuse(model: HFModel) -> None:
     )  # fmt: skip
 
 
-def _inductor_options() -> dict[str, Any]:
+def _inductor_options(model: HFModel) -> dict[str, Any]:
+    from breakgraph.models.few_rows import choose_by_rows, reserve_zeros
     from breakgraph.models.rewrites import BlockRewrites
 
+    reserve_zeros(model.device)
+    choose_by_rows(model.module.get_output_embeddings())
     return {"post_grad_custom_pre_pass": BlockRewrites()}
 
 

@@ -64,11 +64,12 @@ def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
     for module in model.modules():
         for names in _GROUPS:
             layers = [module._modules.get(name) for name in names]
-            if all(_is_plain(layer) for layer in layers) and len({_kind(layer) for layer in layers}) == 1:
+            if all(is_plain(layer) for layer in layers) and len({_kind(layer) for layer in layers}) == 1:
                 yield layers  # type: ignore[misc]
 
 
-def _is_plain(layer: nn.Module | None) -> bool:
+def is_plain(layer: nn.Module | None) -> bool:
+    """Whether calling the layer is the product of torch and nothing else."""
     hooks = layer is not None and (layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__)
     return type(layer) is nn.Linear and not hooks
 

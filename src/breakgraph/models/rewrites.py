@@ -5,6 +5,7 @@ They look for arithmetic, not for models. What they do not recognise stays Induc
 - Heads that are normalised and turned by their positions: Inductor reads and multiplies each element several times.
   Queries with keys, in one kernel.
 - A sum with a matrix product that nobody else reads is added up in the product, in place.
+- Other products with a weight are left to an operator that has kernels of its own for few rows.
 - The largest few of short rows, with the softmax of the rows where only they are read: Inductor calls a sort.
 """
 
@@ -27,31 +28,19 @@ from torch._inductor.pattern_matcher import (
     register_graph_pattern,
 )
 
+from breakgraph.models import few_rows as few_rows_file
 from breakgraph.models import norm_rope as norm_rope_file
 from breakgraph.models import top_k as top_k_file
+from breakgraph.models.few_rows import DTYPES, add_product, few_rows_product
 from breakgraph.models.norm_rope import norm_rope, norm_rope_pair
 from breakgraph.models.top_k import MAX_COLUMNS, MAX_K, top_k
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
-_LIBRARY = torch.library.Library("breakgraph", "FRAGMENT")
-_LIBRARY.define("add_product_(Tensor(a!) x, Tensor left, Tensor right) -> ()")
-_LIBRARY.impl("add_product_", lambda x, left, right: None, "Meta")
-
-
-def _add_product(x: Tensor, left: Tensor, right: Tensor) -> None:
-    x.view(-1, x.shape[-1]).addmm_(left, right)
-
-
-for _key in ("CUDA", "CPU"):
-    _LIBRARY.impl("add_product_", _add_product, _key)
-
-add_product: Any = torch.ops.breakgraph.add_product_.default
-"""x [..., N], dense, += left [M, K] @ right [K, N], where x has M rows."""
-
 # Known before the first graph is lowered: what it updates is then computed once, and not again by whoever reads it.
 make_fallback(add_product, warn=False)
+make_fallback(few_rows_product, warn=False)
 
 
 class BlockRewrites(CustomGraphPass):
@@ -62,12 +51,14 @@ class BlockRewrites(CustomGraphPass):
         _turn_together(graph)
         for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
             _add_in_place(graph, node)
+        for node in graph.find_nodes(op="call_function", target=aten.mm.default):
+            _choose_by_rows(graph, node)
         for node in graph.find_nodes(op="call_function", target=aten.topk.default):
             _select_in_registers(graph, node)
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__, norm_rope_file.__file__, top_k_file.__file__))
+        return get_hash_for_files((__file__, few_rows_file.__file__, norm_rope_file.__file__, top_k_file.__file__))
 
 
 def _heads_pattern() -> Any:
@@ -202,6 +193,25 @@ def _may_alias(node: fx.Node) -> bool:
 def _fits(total: fx.Node, node: fx.Node) -> bool:
     before, after = total.meta["val"], node.meta["val"]
     return before.shape == after.shape and before.dtype == after.dtype and before.is_contiguous()
+
+
+def _choose_by_rows(graph: fx.Graph, node: fx.Node) -> None:
+    """x @ weight.T, where the weight is an argument of the graph."""
+    x, turned = node.args
+    if not (_is(turned, aten.permute.default) and node.meta["val"].dtype in DTYPES):
+        return
+    weight = turned.args[0]
+    # Inductor makes one product of a sum and a product without a reshape between them.
+    if _is_argument(weight) and not any(_is(user, aten.add.Tensor) for user in node.users):
+        with graph.inserting_before(node):
+            product = graph.call_function(few_rows_product, (x, weight))
+        product.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(product)
+        graph.erase_node(node)
+
+
+def _is_argument(node: Any) -> TypeGuard[fx.Node]:
+    return isinstance(node, fx.Node) and node.op == "placeholder"
 
 
 def _select_in_registers(graph: fx.Graph, node: fx.Node) -> None:

@@ -1,0 +1,241 @@
+"""Products of few rows with a weight: the kernels against float64, and who computes which product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+pytest.importorskip("triton")
+
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from breakgraph.models import few_rows
+from breakgraph.models.few_rows import MAX_ROWS, Tile, add_product, few_rows_product, multiply, takes
+from breakgraph.models.rewrites import BlockRewrites
+
+aten = torch.ops.aten
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+"""Triton's interpreter cannot multiply bfloat16."""
+TILES = {
+    "vector": Tile(4, 64, 4, 1, is_vector=True),
+    "small": Tile(16, 32, 2, 3),
+    "wide": Tile(32, 128, 4, 4),
+    "split": Tile(16, 32, 4, 4, splits=2),
+    "more splits than blocks": Tile(64, 32, 4, 3, splits=7),
+}
+SHAPES = [(64, 96), (24, 130), (75, 33), (1, 1)]
+"""Columns and width: of whole blocks, and not."""
+
+
+def random(*shape: int, device: torch.device, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(*shape).to(device, dtype)
+
+
+def assert_product(out: Tensor, x: Tensor, weight: Tensor, before: Tensor | None = None) -> None:
+    """Sums in float32, rounded once."""
+    x, weight = x.double(), weight.double()
+    expected = x @ weight.t() + (0 if before is None else before.double())
+    slack = 1e-6 * (x.abs() @ weight.abs().t() + expected.abs()) + torch.finfo(out.dtype).eps * expected.abs() / 1.99
+    assert out.isfinite().all()
+    assert ((out.double() - expected).abs() <= slack).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+def test_tiles_of_any_size_give_the_product(tile: Tile, shape: tuple[int, int], device: torch.device) -> None:
+    num_columns, width = shape
+    for num_rows in (1, 2, 3, 4) if tile.is_vector else (1, 2, 15, 16, 17, 32, 33):
+        for dtype in {DTYPE, torch.float16}:
+            wide = random(num_rows, width + 8, device=device, dtype=dtype)
+            x, weight = wide[:, 3 : width + 3], random(num_columns, width, device=device, dtype=dtype)
+            out = torch.full((num_rows, num_columns), float("nan"), device=device, dtype=dtype)
+            multiply(out, x, weight, add=False, tile=tile)
+            assert_product(out, x, weight)
+            before = random(num_rows, num_columns, device=device, dtype=dtype)
+            out = before.clone()
+            multiply(out, x, weight, add=True, tile=tile)
+            assert_product(out, x, weight, before)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 15, 16, 17, 32, 64])
+@pytest.mark.parametrize(("num_columns", "width"), [(384, 256), (256, 256), (1536, 256), (256, 768), (130, 72)])
+def test_the_operators_give_the_product_of_any_number_of_rows(
+    num_rows: int, num_columns: int, width: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """With the limit of today, and all rows with the tiles that are there for more."""
+    x, weight = random(num_rows, width, device=device), random(num_columns, width, device=device)
+    before = random(1, num_rows, num_columns, device=device)
+    for limit in {MAX_ROWS, 64}:
+        monkeypatch.setattr(few_rows, "MAX_ROWS", limit)
+        out = few_rows_product(x, weight)
+        assert out.is_contiguous()
+        if not takes(x, weight):
+            assert torch.equal(out, torch.mm(x, weight.t()))
+        else:
+            assert_product(out, x, weight)
+            total = before.clone()
+            add_product(total, x, weight.t())
+            assert_product(total[0], x, weight, before[0])
+
+
+def test_rows_above_the_limit_and_other_dtypes_are_left_to_torch(device: torch.device) -> None:
+    weight = random(24, 16, device=device)
+    x = random(MAX_ROWS + 1, 16, device=device)
+    assert takes(x[1:], weight)
+    assert not takes(x, weight)
+    assert not takes(x[:0], weight)
+    assert not takes(x[1:], random(16, 24, device=device).t())
+    assert not takes(random(16, 4, device=device).t(), weight)
+    assert not takes(x[1:].float(), weight.float())
+    assert not takes(x[1:], weight.float())
+    assert takes(x[1:].bfloat16(), weight.bfloat16())
+    for rows, other in ((x, weight), (random(16, 4, device=device).t(), weight), (x[1:].float(), weight.float())):
+        assert torch.equal(few_rows_product(rows, other), torch.mm(rows, other.t()))
+        total = torch.ones(1, len(rows), 24, device=device, dtype=rows.dtype)
+        expected = total[0].addmm(rows, other.t())
+        add_product(total, rows, other.t())
+        assert torch.equal(total[0], expected)
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+def test_a_row_has_its_bits_whatever_the_others_are(tile: Tile, device: torch.device) -> None:
+    x, weight = random(4, 200, device=device), random(40, 200, device=device)
+    out, other = (torch.empty(4, 40, device=device, dtype=x.dtype) for _ in range(2))
+    multiply(out, x, weight, add=False, tile=tile)
+    for row in (0, 3):
+        strange = torch.full_like(x, float("nan"))
+        strange[row] = x[row]
+        multiply(other, strange, weight, add=False, tile=tile)
+        assert torch.equal(other[row], out[row])
+    multiply(other, x, weight, add=False, tile=tile)
+    assert torch.equal(other, out)
+
+
+@pytest.mark.parametrize("columns", [100, 10_000])
+@pytest.mark.parametrize("large", [True, False])
+def test_every_number_of_rows_has_a_tile(columns: int, large: bool) -> None:
+    for num_rows in range(1, 129):
+        tile = few_rows.tile_for(num_rows, columns, large)
+        assert not tile.is_vector or (num_rows <= 4 and tile.splits == 1)
+
+
+def test_captured_products_count_with_zeros_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:  # fmt: skip
+    x, weight = random(3, 64, device=device), random(48, 64, device=device)
+    monkeypatch.setattr(few_rows, "_zeros", {})
+    monkeypatch.setattr(few_rows, "_NUM_ZEROS", 10)
+    few_rows.reserve_zeros(x.device)
+    (zeros,) = few_rows._zeros.values()
+
+    def product() -> None:
+        out = torch.empty(3, 48, device=device, dtype=x.dtype)
+        multiply(out, x, weight, add=False, tile=TILES["split"])
+        assert_product(out, x, weight)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    product()
+    assert len(few_rows._zeros[x.device]) == 10  # eager ones clear their own
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for left in (7, 4, 1, 1):
+        product()
+        rest = few_rows._zeros[x.device]
+        assert len(rest) == left
+        assert rest.untyped_storage().data_ptr() == zeros.data_ptr()  # those that were taken are kept
+    few_rows.reserve_zeros(x.device)
+    assert len(few_rows._zeros[x.device]) == 1
+    assert not zeros.any()
+
+
+def test_a_linear_layer_computes_with_the_operator(device: torch.device) -> None:
+    layer = nn.Linear(64, 24, bias=False, device=device, dtype=DTYPE).requires_grad_(False)
+    names = list(layer.state_dict())
+    assert few_rows.choose_by_rows(layer)
+    assert isinstance(layer, nn.Linear)
+    assert list(layer.state_dict()) == names
+    for num_rows in (1, 5, MAX_ROWS + 1):
+        x = random(1, num_rows, 64, device=device)
+        out = layer(x)
+        assert out.shape == (1, num_rows, 24)
+        assert torch.equal(out[0], few_rows_product(x[0], layer.weight))
+    assert not few_rows.choose_by_rows(layer)
+
+
+def test_other_layers_stay_what_they_are() -> None:
+    hooked = nn.Linear(4, 4, bias=False)
+    hooked.register_forward_hook(lambda *_: None)
+    for layer in (nn.Linear(4, 4), hooked, nn.Identity(), None):
+        kind = type(layer)
+        assert not few_rows.choose_by_rows(layer)
+        assert type(layer) is kind
+
+
+Function = Callable[..., Tensor]
+
+
+def of_weight(x: Tensor, weight: Tensor) -> Tensor:
+    return nn.functional.linear(x.tanh(), weight).sin()
+
+
+def of_merged(x: Tensor, weight: Tensor) -> Tensor:
+    first, second = nn.functional.linear(x, weight).split([8, weight.shape[0] - 8], -1)
+    return first.sum() * second
+
+
+def in_a_sum(x: Tensor, weight: Tensor) -> Tensor:
+    return nn.functional.linear(x, weight) + x[0, :, :1]
+
+
+def added_in_place(x: Tensor, weight: Tensor) -> Tensor:
+    return (x[..., :1] + weight[:, 0]) + nn.functional.linear(x, weight)
+
+
+def of_what_is_computed(x: Tensor, weight: Tensor) -> Tensor:
+    return nn.functional.linear(x, weight + 1)
+
+
+def of_the_weight_as_it_lies(x: Tensor, weight: Tensor) -> Tensor:
+    return x[0, :, : weight.shape[0]] @ weight
+
+
+def with_no_batch(x: Tensor, weight: Tensor) -> Tensor:
+    return nn.functional.linear(x[0], weight) + x[0, :, :1].tanh()
+
+
+@pytest.mark.parametrize(("fn", "products", "sums"), [
+    (of_weight, 1, 0), (of_merged, 1, 0), (in_a_sum, 1, 0), (added_in_place, 0, 1), (of_what_is_computed, 0, 0),
+    (of_the_weight_as_it_lies, 0, 0), (with_no_batch, 0, 0),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
+def test_what_the_graph_of_a_block_gets(
+    fn: Function, products: int, sums: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    weight = random(20, 48, device=device, dtype=dtype)
+    # Of no named sizes, as the joint weight of merged layers has in a block.
+    module: fx.GraphModule = make_fx(lambda *args: fn(*args), select_decomp_table(), tracing_mode="symbolic")(
+        random(1, 37, 48, device=device, dtype=dtype), weight
+    )
+    BlockRewrites()(module.graph)
+    module.graph.lint()
+    module.recompile()
+    targets = [node.target for node in module.graph.nodes]
+    assert targets.count(few_rows_product) == (products if dtype == DTYPE else 0)
+    assert targets.count(auto_functionalized) == sums
+    assert (aten.mm.default in targets) == (few_rows_product not in targets and not sums)
+    for num_rows in (37, 21):
+        x = random(1, num_rows, 48, device=device, dtype=dtype)
+        torch.testing.assert_close(module(x, weight), fn(x, weight), rtol=0.05, atol=0.1)
+
+
+def test_the_weight_is_given_to_the_operator_as_it_lies() -> None:
+    x, weight = random(1, 5, 32, device=torch.device("cpu")), random(16, 32, device=torch.device("cpu"))
+    module = make_fx(of_weight, select_decomp_table(), tracing_mode="symbolic")(x, weight)
+    BlockRewrites()(module.graph)
+    (node,) = module.graph.find_nodes(op="call_function", target=few_rows_product)
+    assert node.args[1].op == "placeholder"
+    assert not module.graph.find_nodes(op="call_function", target=aten.permute.default)
