@@ -16,13 +16,15 @@ import triton
 from torch import Tensor, nn
 
 from breakgraph.attention.triton_ops import has_large_shared_memory
-from breakgraph.models.few_rows_kernels import matrix_kernel, vector_kernel
+from breakgraph.models.few_rows_kernels import gate_kernel, matrix_kernel, vector_kernel
 from breakgraph.models.merging import is_plain
 
 MAX_ROWS = 16
 """Of our kernels. Above, the products take as long as their arithmetic, and cuBLAS is as fast or faster."""
 DTYPES = (torch.bfloat16, torch.float16)
 _MANY = 1 << 30
+_GATE_COLUMNS = 1024
+"""Of one program that only gates."""
 
 
 @dataclass(frozen=True)
@@ -69,29 +71,35 @@ def takes(x: Tensor, weight: Tensor) -> bool:
     return has_few and x.dtype == weight.dtype and x.dtype in DTYPES and x.stride(1) == 1 and weight.is_contiguous()
 
 
-def multiply(out: Tensor, x: Tensor, weight: Tensor, add: bool, tile: Tile | None = None) -> None:
-    """out [M, N], dense, = or with `add` += x [M, K] @ weight.T, of tensors that `takes` accepts, or of more rows."""
-    num_rows, width, num_columns = *x.shape, weight.shape[0]
-    tile = tile or tile_for(num_rows, num_columns, has_large_shared_memory(x.device))
-    blocks = triton.cdiv(num_columns, tile.block_n)
+def multiply(
+    out: Tensor, x: Tensor, weight: Tensor, add: bool = False, gated: bool = False, tile: Tile | None = None
+) -> None:
+    """out [M, N], dense, = or with `add` += x [M, K] @ weight.T, of tensors that `takes` accepts, or of more rows.
+
+    `gated`: silu(gate) * up of that, where the first half of the weight's 2 * N rows is the gate's.
+    """
+    num_rows, width, num_columns = *x.shape, out.shape[1]
+    tile = tile or tile_for(num_rows, weight.shape[0], has_large_shared_memory(x.device))
+    # As many rows of the weight are read by a program.
+    block_n, splits = (max(tile.block_n // 2, 1), 1) if gated else (tile.block_n, tile.splits)
+    blocks = triton.cdiv(num_columns, block_n)
+    sizes = {"WIDTH": width, "NUM_COLUMNS": num_columns, "BLOCK_N": block_n, "ADD": add, "GATED": gated}
     # Triton launches on the current device, whatever its arguments.
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         if tile.is_vector:
             vector_kernel[(blocks,)](
-                out, x, weight, x.stride(0), WIDTH=width, NUM_COLUMNS=num_columns, ROWS=num_rows,
-                BLOCK_M=triton.next_power_of_2(num_rows), BLOCK_N=tile.block_n,
-                BLOCK_K=min(tile.block_k, triton.next_power_of_2(width)), ADD=add, num_warps=tile.num_warps,
+                out, x, weight, x.stride(0), **sizes, ROWS=num_rows, BLOCK_M=triton.next_power_of_2(num_rows),
+                BLOCK_K=min(tile.block_k, triton.next_power_of_2(width)), num_warps=tile.num_warps,
             )  # fmt: skip
             return
         block_m = max(16, triton.next_power_of_2(num_rows))
         partial = arrivals = out
-        if tile.splits > 1:
-            partial = x.new_empty(blocks * tile.splits * tile.block_n * block_m, dtype=torch.float32)
+        if splits > 1:
+            partial = x.new_empty(blocks * splits * block_n * block_m, dtype=torch.float32)
             arrivals = _arrivals(x, blocks)
-        matrix_kernel[(blocks * tile.splits,)](
-            out, x, weight, partial, arrivals, num_rows, x.stride(0), WIDTH=width, NUM_COLUMNS=num_columns,
-            BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits, ADD=add,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        matrix_kernel[(blocks * splits,)](
+            out, x, weight, partial, arrivals, num_rows, x.stride(0), **sizes, BLOCK_M=block_m, BLOCK_K=tile.block_k,
+            SPLITS=splits, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
 
 
@@ -136,7 +144,20 @@ def _few_rows_product(x: Tensor, weight: Tensor) -> Tensor:
     if not takes(x, weight):
         return torch.mm(x, weight.t())
     out = x.new_empty(x.shape[0], weight.shape[0])
-    multiply(out, x, weight, add=False)
+    multiply(out, x, weight)
+    return out
+
+
+def _gated_product(x: Tensor, weight: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[0] // 2)
+    if takes(x, weight):
+        multiply(out, x, weight, gated=True)
+    elif out.numel():
+        grid = (len(out), triton.cdiv(out.shape[1], _GATE_COLUMNS))
+        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+            gate_kernel[grid](
+                out, torch.mm(x, weight.t()), NUM_COLUMNS=out.shape[1], BLOCK_N=_GATE_COLUMNS, num_warps=4
+            )  # fmt: skip
     return out
 
 
@@ -150,16 +171,22 @@ def _add_product(x: Tensor, left: Tensor, right: Tensor) -> None:
 
 _LIBRARY = torch.library.Library("breakgraph", "FRAGMENT")
 _LIBRARY.define("few_rows_product(Tensor x, Tensor weight) -> Tensor")
+_LIBRARY.define("gated_product(Tensor x, Tensor weight) -> Tensor")
 _LIBRARY.define("add_product_(Tensor(a!) x, Tensor left, Tensor right) -> ()")
 for _key in ("CUDA", "CPU"):
     _LIBRARY.impl("few_rows_product", _few_rows_product, _key)
+    _LIBRARY.impl("gated_product", _gated_product, _key)
     _LIBRARY.impl("add_product_", _add_product, _key)
 _LIBRARY.impl("few_rows_product", lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]), "Meta")
+_LIBRARY.impl("gated_product", lambda x, weight: x.new_empty(x.shape[0], weight.shape[0] // 2), "Meta")
 _LIBRARY.impl("add_product_", lambda x, left, right: None, "Meta")
 
 few_rows_product: Any = torch.ops.breakgraph.few_rows_product.default
 """x [M, K] @ weight [N, K].T, any M: dense [M, N]. Up to MAX_ROWS rows each has bits that depend on it and on M alone,
 sums in float32, rounded once."""
+
+gated_product: Any = torch.ops.breakgraph.gated_product.default
+"""x [M, K] and weight [2 * N, K], the gate's rows first: silu(x @ gate.T) * (x @ up.T), dense [M, N], any M."""
 
 add_product: Any = torch.ops.breakgraph.add_product_.default
 """x [..., N], dense, += left [M, K] @ right [K, N], where x has M rows."""

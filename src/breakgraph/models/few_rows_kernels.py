@@ -23,13 +23,19 @@ def _finish(out_ptr, acc, row, column, mask, NUM_COLUMNS: tl.constexpr, ADD: tl.
 
 
 @triton.jit
+def _gated(gate, up):
+    return up * gate / (1 + tl.exp(-gate))
+
+
+@triton.jit
 def vector_kernel(
     out_ptr, x_ptr, weight_ptr, x_stride,
     WIDTH: tl.constexpr, NUM_COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_K: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows without tensor cores: weights go from memory to registers, from many small programs at a time.
 
+    GATED: silu(gate) * up, of which the weight has NUM_COLUMNS rows each, the gate's first.
     Grid: (cdiv(NUM_COLUMNS, BLOCK_N),). BLOCK_M: ROWS, up to a power of two.
     """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -37,14 +43,23 @@ def vector_kernel(
     inner = tl.arange(0, BLOCK_K)
     row = tl.arange(0, BLOCK_M)
     w_ptrs = weight_ptr + column.to(tl.int64)[:, None] * WIDTH + inner[None, :]
+    up_ptrs = weight_ptr + (column.to(tl.int64) + NUM_COLUMNS)[:, None] * WIDTH + inner[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for first in range(0, WIDTH, BLOCK_K):
         live = inner < (BLOCK_K if WIDTH % BLOCK_K == 0 else WIDTH - first)
-        w = tl.load(w_ptrs + first, mask=within[:, None] & live[None, :], other=0.0).to(tl.float32)
+        mask = within[:, None] & live[None, :]
+        w = tl.load(w_ptrs + first, mask=mask, other=0.0)
+        if GATED:
+            w_up = tl.load(up_ptrs + first, mask=mask, other=0.0)
         for i in tl.static_range(ROWS):
-            x = tl.load(x_ptr + i * x_stride + first + inner, mask=live, other=0.0).to(tl.float32)
-            part = tl.sum(w * x[None, :], 1)[:, None]
-            acc += part if ROWS == 1 else tl.where(row[None, :] == i, part, 0.0)
+            x = tl.load(x_ptr + i * x_stride + first + inner, mask=live, other=0.0).to(tl.float32)[None, :]
+            here = row[None, :] == i
+            acc += tl.where(here, tl.sum(w.to(tl.float32) * x, 1)[:, None], 0.0)
+            if GATED:
+                up += tl.where(here, tl.sum(w_up.to(tl.float32) * x, 1)[:, None], 0.0)
+    if GATED:
+        acc = _gated(acc, up)
     _finish(out_ptr, acc, row, column, within[:, None] & (row < ROWS)[None, :], NUM_COLUMNS, ADD)
 
 
@@ -52,9 +67,10 @@ def vector_kernel(
 def matrix_kernel(
     out_ptr, x_ptr, weight_ptr, partial_ptr, arrivals_ptr, num_rows, x_stride,
     WIDTH: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Up to BLOCK_M rows with tensor cores, of whose product the weight is the first factor.
+    """Up to BLOCK_M rows with tensor cores, of whose product the weight is the first factor. GATED, without SPLITS: as
+    in the other kernel.
 
     With SPLITS programs for each block of columns, the last one to get there sums their `partial` ones, [blocks,
     SPLITS, BLOCK_N, BLOCK_M] float32, in the order of the splits; `arrivals`, [blocks], are zero before and after.
@@ -72,7 +88,9 @@ def matrix_kernel(
     start = split * SHARE
     x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride + (start + inner)[None, :]
     w_ptrs = weight_ptr + column.to(tl.int64)[:, None] * WIDTH + (start + inner)[None, :]
+    up_ptrs = weight_ptr + (column.to(tl.int64) + NUM_COLUMNS)[:, None] * WIDTH + (start + inner)[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for first in range(0, SHARE, BLOCK_K):
         x_mask, w_mask = live[:, None], within[:, None]
         if not EVEN:
@@ -81,6 +99,12 @@ def matrix_kernel(
         x = tl.load(x_ptrs + first, mask=x_mask, other=0.0)
         w = tl.load(w_ptrs + first, mask=w_mask, other=0.0)
         acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+        if GATED:
+            w = tl.load(up_ptrs + first, mask=w_mask, other=0.0)
+            up = tl.dot(w, tl.trans(x), up, input_precision="ieee")
+    if GATED:
+        tl.static_assert(SPLITS == 1)
+        acc = _gated(acc, up)
     mask = within[:, None] & live[None, :]
     if SPLITS > 1:
         place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + row[None, :]
@@ -95,3 +119,18 @@ def matrix_kernel(
         for i in tl.static_range(SPLITS):
             acc += tl.load(partial_ptr + i * (BLOCK_N * BLOCK_M) + place, mask=mask, other=0.0, cache_modifier=".cg")
     _finish(out_ptr, acc, row, column, mask, NUM_COLUMNS, ADD)
+
+
+@triton.jit
+def gate_kernel(out_ptr, x_ptr, NUM_COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """silu(gate) * up of rows [2 * NUM_COLUMNS], dense: out [rows, NUM_COLUMNS].
+
+    Grid: (rows, cdiv(NUM_COLUMNS, BLOCK_N)).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    within = column < NUM_COLUMNS
+    x_ptrs = x_ptr + row * (2 * NUM_COLUMNS) + column
+    gate = tl.load(x_ptrs, mask=within, other=0.0).to(tl.float32)
+    up = tl.load(x_ptrs + NUM_COLUMNS, mask=within, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * NUM_COLUMNS + column, _gated(gate, up).to(out_ptr.dtype.element_ty), mask=within)

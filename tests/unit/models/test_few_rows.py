@@ -15,7 +15,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from breakgraph.models import few_rows
-from breakgraph.models.few_rows import MAX_ROWS, Tile, add_product, few_rows_product, multiply, takes
+from breakgraph.models.few_rows import MAX_ROWS, Tile, add_product, few_rows_product, gated_product, multiply, takes
 from breakgraph.models.rewrites import BlockRewrites
 
 aten = torch.ops.aten
@@ -45,25 +45,40 @@ def assert_product(out: Tensor, x: Tensor, weight: Tensor, before: Tensor | None
     assert ((out.double() - expected).abs() <= slack).all()
 
 
+def assert_gated(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """silu(gate) * up without a rounding in between."""
+    x, halves = x.double(), weight.double().chunk(2)
+    gate, up = (x @ half.t() for half in halves)
+    expected = gate * gate.sigmoid() * up
+    most_gate, most_up = (x.abs() @ half.abs().t() for half in halves)
+    slack = 2e-6 * (1.1 * most_gate * up.abs() + gate.abs() * most_up)
+    slack += torch.finfo(out.dtype).eps * expected.abs() / 1.9 + torch.finfo(out.dtype).smallest_normal
+    assert out.isfinite().all()
+    assert ((out.double() - expected).abs() <= slack).all()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 def test_tiles_of_any_size_give_the_product(tile: Tile, shape: tuple[int, int], device: torch.device) -> None:
     num_columns, width = shape
-    for num_rows in (1, 2, 3, 4) if tile.is_vector else (1, 2, 15, 16, 17, 32, 33):
+    for num_rows in (1, 2, 3, 4) if tile.is_vector else (1, 2, 15, 16, 17, 33):
         for dtype in {DTYPE, torch.float16}:
             wide = random(num_rows, width + 8, device=device, dtype=dtype)
             x, weight = wide[:, 3 : width + 3], random(num_columns, width, device=device, dtype=dtype)
             out = torch.full((num_rows, num_columns), float("nan"), device=device, dtype=dtype)
-            multiply(out, x, weight, add=False, tile=tile)
+            multiply(out, x, weight, tile=tile)
             assert_product(out, x, weight)
             before = random(num_rows, num_columns, device=device, dtype=dtype)
             out = before.clone()
             multiply(out, x, weight, add=True, tile=tile)
             assert_product(out, x, weight, before)
+            weight = random(2 * num_columns, width, device=device, dtype=dtype) / width**0.5
+            multiply(out, x, weight, gated=True, tile=tile)
+            assert_gated(out, x, weight)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 15, 16, 17, 32, 64])
-@pytest.mark.parametrize(("num_columns", "width"), [(384, 256), (256, 256), (1536, 256), (256, 768), (130, 72)])
+@pytest.mark.parametrize(("num_columns", "width"), [(384, 256), (256, 768), (130, 72)])
 def test_the_operators_give_the_product_of_any_number_of_rows(
     num_rows: int, num_columns: int, width: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
@@ -81,6 +96,14 @@ def test_the_operators_give_the_product_of_any_number_of_rows(
             total = before.clone()
             add_product(total, x, weight.t())
             assert_product(total[0], x, weight, before[0])
+        halves = weight / width**0.5
+        gated = gated_product(x, halves)
+        assert gated.is_contiguous()
+        if takes(x, halves):
+            assert_gated(gated, x, halves)
+        else:
+            gate, up = torch.mm(x, halves.t()).float().chunk(2, -1)
+            torch.testing.assert_close(gated, (nn.functional.silu(gate) * up).to(x.dtype), rtol=1e-3, atol=1e-6)
 
 
 def test_rows_above_the_limit_and_other_dtypes_are_left_to_torch(device: torch.device) -> None:
@@ -106,13 +129,13 @@ def test_rows_above_the_limit_and_other_dtypes_are_left_to_torch(device: torch.d
 def test_a_row_has_its_bits_whatever_the_others_are(tile: Tile, device: torch.device) -> None:
     x, weight = random(4, 200, device=device), random(40, 200, device=device)
     out, other = (torch.empty(4, 40, device=device, dtype=x.dtype) for _ in range(2))
-    multiply(out, x, weight, add=False, tile=tile)
+    multiply(out, x, weight, tile=tile)
     for row in (0, 3):
         strange = torch.full_like(x, float("nan"))
         strange[row] = x[row]
-        multiply(other, strange, weight, add=False, tile=tile)
+        multiply(other, strange, weight, tile=tile)
         assert torch.equal(other[row], out[row])
-    multiply(other, x, weight, add=False, tile=tile)
+    multiply(other, x, weight, tile=tile)
     assert torch.equal(other, out)
 
 
@@ -135,7 +158,7 @@ def test_captured_products_count_with_zeros_of_their_own(
 
     def product() -> None:
         out = torch.empty(3, 48, device=device, dtype=x.dtype)
-        multiply(out, x, weight, add=False, tile=TILES["split"])
+        multiply(out, x, weight, tile=TILES["split"])
         assert_product(out, x, weight)
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -203,30 +226,71 @@ def of_the_weight_as_it_lies(x: Tensor, weight: Tensor) -> Tensor:
     return x[0, :, : weight.shape[0]] @ weight
 
 
+def gated(x: Tensor, weight: Tensor) -> Tensor:
+    """The first layer computes for both, as merging.py has it."""
+    gate, up = nn.functional.linear(x, weight).split([10, 10], -1)
+    return nn.functional.silu(gate) * up + 1
+
+
+def gated_by_the_other_half(x: Tensor, weight: Tensor) -> Tensor:
+    up, gate = nn.functional.linear(x, weight).split([10, 10], -1)
+    return nn.functional.silu(gate) * up
+
+
+def gated_in_unequal_parts(x: Tensor, weight: Tensor) -> Tensor:
+    gate, up = nn.functional.linear(x, weight).split([1, weight.shape[0] - 1], -1)
+    return nn.functional.silu(gate) * up
+
+
+def gated_over_tokens(x: Tensor, weight: Tensor) -> Tensor:
+    gate, up = nn.functional.linear(x[:, :20], weight).split([10, 10], 1)
+    return nn.functional.silu(gate) * up
+
+
+def gated_and_read(x: Tensor, weight: Tensor) -> Tensor:
+    gate, up = nn.functional.linear(x, weight).split([10, 10], -1)
+    return nn.functional.silu(gate) * up + gate
+
+
+def gated_by_itself(x: Tensor, weight: Tensor) -> Tensor:
+    gate, up = nn.functional.linear(x, weight).split([10, 10], -1)
+    return nn.functional.silu(gate) * gate + up
+
+
+def gated_otherwise(x: Tensor, weight: Tensor) -> Tensor:
+    gate, up = nn.functional.linear(x, weight).split([10, 10], -1)
+    return nn.functional.gelu(gate) * up
+
+
 def with_no_batch(x: Tensor, weight: Tensor) -> Tensor:
     return nn.functional.linear(x[0], weight) + x[0, :, :1].tanh()
 
 
-@pytest.mark.parametrize(("fn", "products", "sums"), [
-    (of_weight, 1, 0), (of_merged, 1, 0), (in_a_sum, 1, 0), (added_in_place, 0, 1), (of_what_is_computed, 0, 0),
-    (of_the_weight_as_it_lies, 0, 0), (with_no_batch, 0, 0),
+@pytest.mark.parametrize(("fn", "products", "sums", "gates"), [
+    (of_weight, 1, 0, 0), (of_merged, 1, 0, 0), (in_a_sum, 1, 0, 0), (added_in_place, 0, 1, 0),
+    (of_what_is_computed, 0, 0, 0), (of_the_weight_as_it_lies, 0, 0, 0), (with_no_batch, 0, 0, 0), (gated, 0, 0, 1),
+    (gated_by_the_other_half, 1, 0, 0), (gated_in_unequal_parts, 1, 0, 0), (gated_over_tokens, 1, 0, 0),
+    (gated_and_read, 1, 0, 0), (gated_by_itself, 1, 0, 0), (gated_otherwise, 1, 0, 0),
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
 def test_what_the_graph_of_a_block_gets(
-    fn: Function, products: int, sums: int, dtype: torch.dtype, device: torch.device
+    fn: Function, products: int, sums: int, gates: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     weight = random(20, 48, device=device, dtype=dtype)
     # Of no named sizes, as the joint weight of merged layers has in a block.
     module: fx.GraphModule = make_fx(lambda *args: fn(*args), select_decomp_table(), tracing_mode="symbolic")(
         random(1, 37, 48, device=device, dtype=dtype), weight
     )
+    module.graph.eliminate_dead_code()  # as Inductor does ahead of passes
     BlockRewrites()(module.graph)
     module.graph.lint()
     module.recompile()
     targets = [node.target for node in module.graph.nodes]
-    assert targets.count(few_rows_product) == (products if dtype == DTYPE else 0)
+    is_half = dtype == DTYPE
+    assert targets.count(few_rows_product) == products * is_half
+    assert targets.count(gated_product) == gates * is_half
     assert targets.count(auto_functionalized) == sums
-    assert (aten.mm.default in targets) == (few_rows_product not in targets and not sums)
+    assert targets.count(aten.mm.default) == 1 - sums - (products + gates) * is_half
     for num_rows in (37, 21):
         x = random(1, num_rows, 48, device=device, dtype=dtype)
         torch.testing.assert_close(module(x, weight), fn(x, weight), rtol=0.05, atol=0.1)
