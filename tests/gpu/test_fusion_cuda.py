@@ -8,6 +8,7 @@ import torch
 from breakgraph.attention import make_attention
 from breakgraph.bench.profiler import profiled
 from breakgraph.models import HFModel, fuse
+from breakgraph.models.few_rows import MAX_ROWS, Tile, multiply, reserve_zeros
 from breakgraph.models.support import has_experts
 from packed_driver import PackedDriver, TokenSequence
 from tiny_models import TINY_CONFIGS, VOCAB_SIZE, tiny_config, tiny_model
@@ -52,3 +53,35 @@ def test_heads_are_turned_in_one_kernel_and_products_added_in_place(device: torc
     assert sum("norm_rope" in name for name in names) == len(driver.model.layers)
     # Of the two sums of a layer, that with the layer's input is left to Inductor, which makes it a part of the norm.
     assert not any(name.startswith("triton_poi") and "add" in name for name in names)
+
+
+def test_products_of_few_rows_run_in_our_kernels_and_others_in_cublas(device: torch.device) -> None:
+    torch._dynamo.reset()
+    driver = driver_of("qwen3", True, device)
+    layers = len(driver.model.layers)
+    for count, ours, gates in ((1, 4 * layers + 1, 0), (9, 4 * layers + 1, 0), (MAX_ROWS + 1, 0, layers)):
+        sequence = TokenSequence([1] * 60)
+        driver.step([(sequence, count)])
+        events = profiled(lambda sequence=sequence, count=count: driver.step([(sequence, count)]), device, host=False)
+        names = [event.name for event in events]
+        assert sum(name.startswith(("matrix_kernel", "vector_kernel")) for name in names) == ours
+        assert sum(name.startswith("gate_kernel") for name in names) == gates
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_a_split_product_has_its_bits_in_every_replay(add: bool, device: torch.device) -> None:
+    x, weight = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in ((13, 4096), (512, 4096)))
+    tile = Tile(64, 64, 4, 4, splits=8)
+    wanted, out = torch.ones(2, 13, 512, device=device, dtype=torch.bfloat16)
+    before = wanted.clone()
+    reserve_zeros(x.device)
+    multiply(wanted, x, weight, add=add, tile=tile)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            out.copy_(before)
+            multiply(out, x, weight, add=add, tile=tile)
+    for _ in range(20):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, wanted)
