@@ -22,7 +22,7 @@ from breakgraph.graph import PlanFamily, get_device
 from breakgraph.runners.base import Progress, Runner
 from breakgraph.runners.batch import StepBatch
 from breakgraph.runners.decode import DecodeRunner
-from breakgraph.runners.prefill import PrefillRunner, SlottedPrefillRunner, slotted_step
+from breakgraph.runners.prefill import SLOT_FIELDS, PrefillRunner, SlottedPrefillRunner, slotted_step
 
 if TYPE_CHECKING:
     from breakgraph.backends import Backend
@@ -137,7 +137,7 @@ class ChoosingRunner(Runner):
     def _captured_as(self, name: str, size: int, family: PlanFamily) -> Plan:
         self._choose(size, name)
         batch = self.spec.dummy_batch(size)
-        fields = self._allocated().load(batch, size)
+        fields = self._load(batch, size)
         with torch.no_grad(), use_step(self._plan_attention(batch, fields, in_bucket=True)):
             return family.capture(lambda: self.forward(fields), label=f"{name} {size}", breaks=name == BREAKABLE)
 
@@ -155,6 +155,11 @@ class AutoPrefillRunner(ChoosingRunner, PrefillRunner):
         if in_bucket and not self.backend.has_breaks(self.spec.key(fields["slot_mapping"].shape[0])):
             return slotted_step(self.spec, batch, fields, in_bucket)
         return super()._attention_step(batch, fields, in_bucket)
+
+    def _load(self, batch: StepBatch, size: int) -> Mapping[str, Tensor]:
+        """Without the request slots, for most of which there is no request, where a bucket has breaks."""
+        has_breaks = self.backend.has_breaks(self.spec.key(size))
+        return self._allocated().load(batch, size, SLOT_FIELDS if has_breaks else frozenset())
 
 
 class AutoDecodeRunner(ChoosingRunner, DecodeRunner):

@@ -126,6 +126,19 @@ def test_the_size_up_to_which_full_graphs_win_is_found(
     assert len(timed) <= 4
 
 
+def test_request_slots_are_filled_for_full_graphs_only(
+    make: Callable[..., Choosing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, SLOW, FAST, FAST)
+    side = make()
+    side.limit_pool(1 << 40)
+    side.runner.capture()
+    for size, expected in ((16, [1, 1, 1]), (8, [8, 0, 0])):  # ones are the poison
+        side.runner.poison_inputs(size)
+        side.check([size])
+        assert side.runner._buffers.views(size)["seq_lens"].tolist() == expected
+
+
 def test_decode_chooses_too(make: Callable[..., Choosing], monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, SLOW, FAST)
     side = make(AutoDecodeRunner, make_decode_spec(buckets=(2, 4)))
