@@ -197,11 +197,10 @@ def varlen(
     per_sm = num_rows * num_heads / device.num_sms
     tile = varlen_tile(padded(head_dim) + padded(v_head_dim), group, q.dtype, device.large, per_sm)
     numbers = num_kv_heads, group, head_dim, v_head_dim, block_size, window is not None, softcap is not None
-    like = tile, q.device, q.dtype, key_cache.dtype, None if sinks is None else sinks.dtype, *numbers
     num_reqs = starts.shape[0] - 1
     num_tiles = num_rows // (tile.block_m // group) + num_reqs + 1
     _LAUNCH_VARLEN(
-        like,
+        (q.device, tile, sinks is not None, *numbers),
         (num_kv_heads * num_tiles, 1, 1),
         (out, q, key_cache, value_cache, tables, seq_lens, starts, q if sinks is None else sinks),
         (*q.stride()[:2], *out.stride()[:2]),
