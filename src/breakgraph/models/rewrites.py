@@ -159,7 +159,7 @@ def _add_in_place(graph: fx.Graph, node: fx.Node) -> None:
         return
     for total, product in (node.args, node.args[::-1]):
         factors = _factors(product)
-        if factors is not None and _is_free(total, node) and _fits(total, node):
+        if factors is not None and _is_free(total, node) and _fits(total, product, factors[1]):
             # Added up once more: Inductor fuses readers with what they read, but not if that is updated afterwards. So
             # the others sum for themselves, and all of it becomes one kernel.
             with graph.inserting_before(total):
@@ -199,9 +199,11 @@ def _may_alias(node: fx.Node) -> bool:
     return any(result.alias_info is not None for result in node.target._schema.returns)
 
 
-def _fits(total: fx.Node, node: fx.Node) -> bool:
-    before, after = total.meta["val"], node.meta["val"]
-    return before.shape == after.shape and before.dtype == after.dtype and before.is_contiguous()
+def _fits(total: fx.Node, product: Any, right: fx.Node) -> bool:
+    """Nothing broadcasts, no type is promoted, and rows are rows."""
+    before, added = total.meta["val"], product.meta["val"]
+    is_same = before.shape == added.shape and before.dtype == added.dtype
+    return bool(is_same and before.shape[-1] == right.meta["val"].shape[-1] and before.is_contiguous())
 
 
 def _select_in_registers(graph: fx.Graph, node: fx.Node) -> None:

@@ -2,7 +2,7 @@
 
 A full graph costs the host one launch, a breakable one a launch and some Python for each break. That shows while steps
 are short. Long steps gain nothing from it, and attention in a break knows the live requests, where a full graph has
-slots for the most there may be. So there is a size up to which full graphs win, and it is searched for by halves.
+slots for the most there may be. So there is a size up to which full graphs win, and it is searched for by bisection.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from breakgraph.graph import Plan
 
 FULL, BREAKABLE = "full", "breakable"
+_GAIN = 0.99
+"""What a full graph takes at most of the time with breaks: a difference below is noise, and breaks ask for less."""
 _WARM_ROUNDS, _ROUNDS = 2, 9
 _LONG_ROUNDS, _LONG_SEC = 3, 0.5
 """So few rounds are enough once they have taken so long: launches hardly count in long steps."""
@@ -127,12 +129,24 @@ class ChoosingRunner(Runner):
         except BaseException:
             self.backend.forget(self.spec.key(size))
             raise
-        if seconds[FULL] >= seconds[BREAKABLE] or needed <= limit:
-            self._choose(size, min(seconds, key=lambda name: seconds[name]), step_sec=seconds)
+        is_faster = seconds[FULL] <= _GAIN * seconds[BREAKABLE]
+        if not is_faster or needed <= limit:
+            self._choose(size, FULL if is_faster else BREAKABLE, step_sec=seconds)
         else:
             reason = f"full needs {needed / 2**20:.0f} MiB of the pool, there are {limit / 2**20:.0f}"
             self._choose(size, BREAKABLE, reason, seconds)
         return limit
+
+    def _capture_bucket(self, size: int) -> None:
+        """With breaks where a full graph that was not timed cannot be had."""
+        key = self.spec.key(size)
+        try:
+            super()._capture_bucket(size)
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            if self.backend.has_breaks(key) or self.backend.was_timed(key):
+                raise
+            self._choose(size, BREAKABLE, f"no full graph: {str(error).splitlines()[0]}")
+            super()._capture_bucket(size)
 
     def _captured_as(self, name: str, size: int, family: PlanFamily) -> Plan:
         self._choose(size, name)

@@ -71,8 +71,10 @@ def test_everybody_wants_the_same_expert_and_some_nobody_wants() -> None:
 def test_sentinels_of_the_router_count_nothing() -> None:
     case = Case(12)
     case.index[::3, 0], case.index[5] = NUM_EXPERTS, -1
+    case.index[7] = torch.tensor([1 << 32, -(1 << 63)])  # whose lower halves are experts
     case.check()
     assert not case.run()[5].any()
+    assert not case.run()[7].any()
 
 
 def test_no_tokens() -> None:

@@ -203,7 +203,20 @@ def spread(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return (total[:, :1] + 1) + (left @ right).view(total.shape)
 
 
+def in_wider_rows(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return (total.view(1, 4, 14) + 1) + (left @ right).view(1, 4, 14)
+
+
+def one_row_for_all(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return (total + 1) + (left[:1] @ right)
+
+
+def in_another_type(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return (total.double() + 1) + (left @ right).view(total.shape)
+
+
 @pytest.mark.parametrize(("fn", "found"), [
+    (in_wider_rows, 0), (one_row_for_all, 0), (in_another_type, 0),
     (with_product, 1), (product_first, 1), (an_argument, 0), (read_afterwards, 0), (seen_by_a_view, 0), (given_out, 0),
     (read_twice, 0), (spread, 0),
 ])  # fmt: skip
