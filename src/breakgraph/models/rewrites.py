@@ -5,6 +5,7 @@ They look for arithmetic, not for models. What they do not recognise stays Induc
 - Heads that are normalised and turned by their positions: Inductor reads and multiplies each element several times.
   Queries with keys, in one kernel.
 - A sum with a matrix product that nobody else reads is added up in the product, in place.
+- What is added to the result of a mixture's experts is added where they combine their parts.
 - The largest few of short rows, with the softmax of the rows where only they are read: Inductor calls a sort.
 """
 
@@ -27,8 +28,10 @@ from torch._inductor.pattern_matcher import (
     register_graph_pattern,
 )
 
+from breakgraph.models import expert_ops as expert_ops_file
 from breakgraph.models import norm_rope as norm_rope_file
 from breakgraph.models import top_k as top_k_file
+from breakgraph.models.expert_ops import added_experts, gated_experts
 from breakgraph.models.norm_rope import norm_rope, norm_rope_pair
 from breakgraph.models.top_k import MAX_COLUMNS, MAX_K, top_k
 
@@ -62,12 +65,16 @@ class BlockRewrites(CustomGraphPass):
         _turn_together(graph)
         for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
             _add_in_place(graph, node)
+        for node in graph.find_nodes(op="call_function", target=gated_experts):
+            _add_to_experts(graph, node)
         for node in graph.find_nodes(op="call_function", target=aten.topk.default):
             _select_in_registers(graph, node)
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__, norm_rope_file.__file__, top_k_file.__file__))
+        return get_hash_for_files(
+            (__file__, expert_ops_file.__file__, norm_rope_file.__file__, top_k_file.__file__)
+        )
 
 
 def _heads_pattern() -> Any:
@@ -204,6 +211,41 @@ def _fits(total: fx.Node, product: Any, right: fx.Node) -> bool:
     before, added = total.meta["val"], product.meta["val"]
     is_same = before.shape == added.shape and before.dtype == added.dtype
     return bool(is_same and before.shape[-1] == right.meta["val"].shape[-1] and before.is_contiguous())
+
+
+def _add_to_experts(graph: fx.Graph, experts: fx.Node) -> None:
+    """residual + experts, where only this sum reads the experts' result.
+
+    A sum that is only there to be added to something else is left to Inductor, which adds all of it up at once.
+    """
+    found = _only_reader(experts)
+    if found is None:
+        return
+    result, node = found
+    others = [arg for arg in node.args if arg is not result]
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2 or len(others) != 1:
+        return
+    residual, behind = others[0], _only_reader(node)
+    if not isinstance(residual, fx.Node) or (behind is not None and behind[1].target is aten.add.Tensor):
+        return
+    looks = [one.meta["val"] for one in (residual, result, node)]
+    if len({look.dtype for look in looks}) != 1 or any(look.shape != looks[0].shape for look in looks):
+        return
+    with graph.inserting_before(node):
+        added = graph.call_function(added_experts, (residual, *experts.args))
+    added.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(added)
+    graph.erase_node(node)
+
+
+def _only_reader(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """What alone reads `node`, reshaped or not, behind what it reads; None where there are several, or none."""
+    while len(node.users) == 1:
+        (reader,) = node.users
+        if reader.target not in _RESHAPES:
+            return node, reader
+        node = reader
+    return None
 
 
 def _select_in_registers(graph: fx.Graph, node: fx.Node) -> None:
