@@ -155,8 +155,7 @@ def _compare(
             here = (way, old.owner, key)
             if id(was) in before and id(is_now) in now and type(was) is type(is_now):
                 inner.append((before[id(was)], now[id(is_now)], here))
-                continue
-            if _is_told_apart(was, is_now):
+            elif _is_told_apart(was, is_now):
                 yield _change(here, f"{_told(was)} -> {_told(is_now)}", names)
         waiting += reversed(inner)
 
