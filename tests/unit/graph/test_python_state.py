@@ -22,7 +22,6 @@ from transformers import Gemma3TextConfig, StaticCache
 import breakgraph
 from breakgraph.errors import HazardError, HazardWarning
 from breakgraph.graph import eager_on_graph
-from breakgraph.graph.python_state import StateWatch
 
 COUNT = 0
 TABLE: dict[str, Any] = {"count": 0}
@@ -399,17 +398,3 @@ def test_objects_without_a_hash_are_watched() -> None:
         assert torch.equal(graph.replay(), x * 2)
     with torch.no_grad(), pytest.raises(HazardError, match=r"Settings\.calls cannot .* \(1 -> 2\)"):
         breakgraph.capture(settings.counted, x)
-
-
-def test_a_ring_of_objects_ends() -> None:
-    one, other = SimpleNamespace(n=1), SimpleNamespace(n=1)
-    one.next, other.next = other, one
-    watch = StateWatch(lambda: one)
-    other.n = 2
-    assert [(change.path, change.told) for change in watch.changed()] == [("one.next.n", "1 -> 2")]
-    watch.forget()
-
-
-def test_a_list_of_a_million_is_not_looked_into() -> None:
-    watch = StateWatch((lambda rows: lambda: rows)([[0]] * 1_000_000))
-    assert watch.changed() == []

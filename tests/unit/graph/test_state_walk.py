@@ -94,3 +94,17 @@ def test_what_is_cut_off_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     held = [[1], [2], [3]]
     with breakgraph.capture(lambda x: x + len(held), torch.ones(4)) as graph:
         assert any("not all of it is looked at" in note for note in graph.explain().notes)
+
+
+def test_a_ring_of_objects_ends() -> None:
+    one, other = SimpleNamespace(n=1), SimpleNamespace(n=1)
+    one.next, other.next = other, one
+    watch = StateWatch(lambda: one)
+    other.n = 2
+    assert [(change.path, change.told) for change in watch.changed()] == [("one.next.n", "1 -> 2")]
+    watch.forget()
+
+
+def test_a_list_of_a_million_is_not_looked_into() -> None:
+    watch = StateWatch((lambda rows: lambda: rows)([[0]] * 1_000_000))
+    assert watch.changed() == []
