@@ -85,3 +85,15 @@ class PackedDriver:
             requests=lambda: requests,
         )
         return step, input_ids + [0] * padding, positions + [0] * padding
+
+
+class CountingDriver(PackedDriver):
+    """Its steps carry the live token count on the device, as a runner's padded steps do."""
+
+    def prepare(
+        self, work: Sequence[tuple[TokenSequence, int]], padding: int, phase: str
+    ) -> tuple[AttentionStep, list[int], list[int]]:
+        step, ids, positions = super().prepare(work, padding, phase)
+        count = torch.tensor([step.num_tokens], dtype=torch.int32, device=self.model.device)
+        named = {name: getattr(step, name) for name in AttentionStep.__dataclass_fields__}
+        return AttentionStep(**{**named, "num_tokens_gpu": count}), ids, positions

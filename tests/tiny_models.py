@@ -101,10 +101,12 @@ def tiny_config(name: str) -> PreTrainedConfig:
     return TINY_CONFIGS[name]()
 
 
-def tiny_model(name: str, attention: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def tiny_model(
+    name: str, attention: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, experts: str = "batched_mm"
+) -> PreTrainedModel:
     """The same weights for every `attention`, large enough that each term of the forward shows in the logits."""
     model = AutoModelForCausalLM.from_config(
-        tiny_config(name), attn_implementation=attention, experts_implementation="batched_mm", dtype=dtype
+        tiny_config(name), attn_implementation=attention, experts_implementation=experts, dtype=dtype
     )
     randomize(model, seed)
     return model.eval()

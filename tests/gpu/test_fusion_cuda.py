@@ -8,20 +8,24 @@ import torch
 from breakgraph.attention import make_attention
 from breakgraph.bench.profiler import profiled
 from breakgraph.models import HFModel, fuse
+from breakgraph.models.experts import TRITON
 from breakgraph.models.few_rows import MAX_ROWS, Tile, multiply, reserve_zeros
 from breakgraph.models.support import has_experts
-from packed_driver import PackedDriver, TokenSequence
+from packed_driver import CountingDriver, PackedDriver, TokenSequence
 from tiny_models import TINY_CONFIGS, VOCAB_SIZE, tiny_config, tiny_model
 
 TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}
 """Over the largest logit: compiled code rounds less often."""
 
 
-def driver_of(name: str, fused: bool, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> PackedDriver:
-    model = HFModel(tiny_model(name, "breakgraph").to(device, dtype), name)
+def driver_of(
+    name: str, fused: bool, device: torch.device, dtype: torch.dtype = torch.bfloat16, experts: str = "batched_mm",
+    driver: type[PackedDriver] = PackedDriver,
+) -> PackedDriver:  # fmt: skip
+    model = HFModel(tiny_model(name, "breakgraph", experts=experts).to(device, dtype), name)
     if fused:
         fuse(model)
-    return PackedDriver(model, make_attention("sdpa", device, dtype, model.layers))
+    return driver(model, make_attention("sdpa", device, dtype, model.layers))
 
 
 @pytest.mark.parametrize("name", TINY_CONFIGS)
@@ -85,3 +89,33 @@ def test_a_split_product_has_its_bits_in_every_replay(add: bool, device: torch.d
         out.zero_()
         graph.replay()
         assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("driver", [PackedDriver, CountingDriver])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_our_experts_give_nearly_the_same_numbers(
+    name: str, driver: type[PackedDriver], device: torch.device
+) -> None:  # fmt: skip
+    torch._dynamo.reset()
+    drivers = [driver_of(name, fused, device, torch.float32, TRITON, driver) for fused in (False, True)]
+    works = [[TokenSequence(list(range(count))) for count in (12, 7)] for _ in drivers]
+    for counts, padding, phase in (((9, 5), 3, "prefill"), ((2, 1), 4, "prefill"), ((1, 1), 2, "decode")):
+        steps = [
+            driven.step(list(zip(work, counts, strict=True)), padding=padding, phase=phase)
+            for driven, work in zip(drivers, works, strict=True)
+        ]
+        for one, other in zip(*steps, strict=True):
+            assert (one - other).abs().max() <= TOLERANCE[torch.float32] * one.abs().max()
+
+
+@pytest.mark.parametrize("driver", [PackedDriver, CountingDriver])
+def test_experts_add_the_residual_in_their_last_kernel(driver: type[PackedDriver], device: torch.device) -> None:
+    torch._dynamo.reset()
+    driven = driver_of("qwen3_moe", True, device, experts=TRITON, driver=driver)
+    sequence = TokenSequence([1] * 40)
+    driven.step([(sequence, 9)], padding=3)
+    events = profiled(lambda: driven.step([(sequence, 9)], padding=3), device, host=False)
+    names = [event.name for event in events]
+    for kernel in ("combine_kernel", "up_kernel", "down_kernel", "group_kernel", "_top_k_kernel"):
+        assert sum(name.startswith(kernel) for name in names) == len(driven.model.layers)
+    assert not any(name.startswith("triton_poi") and "add" in name for name in names)

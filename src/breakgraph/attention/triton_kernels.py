@@ -5,8 +5,9 @@ Only triton_ops.py imports kernels: triton is not on every machine.
 
 Rows of a score tile are queries times the query heads that share a key head, so that one key tile serves them all.
 Softmax is online, in float32 and base 2. A tile of keys is BLOCK_N positions from a multiple of BLOCK_N on. Which tiles
-a query visits, and in which order, depends on its own request alone; hence so does every bit of its result. The caches
-are contiguous, [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM or V_HEAD_DIM].
+a query visits, and in which order, depends on its own request alone; hence in steps of as many rows, as those of a
+bucket are, so does every bit of its result. The caches are contiguous, [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM
+or V_HEAD_DIM].
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class RepeatedLaunch:
         """Launch it on the tensors, then the numbers, then the strides.
 
         Args:
-            like: What else Triton compiles variants for: device, dtypes, and what `options` are made of.
+            like: What else Triton compiles variants for: the device, and what `options` are made of.
             strides: Numbers that Triton compiles variants for.
             numbers: Those that it does not: `do_not_specialize`, and fractions.
             options: Constants of the kernel by name, and compiler options.
@@ -47,7 +47,8 @@ class RepeatedLaunch:
         together = 0
         for address in addresses:
             together |= address
-        key = (like, *[2 if n == 1 else n % _ALIGNMENT == 0 for n in strides])
+        dtypes = [tensor.dtype for tensor in tensors]
+        key = (like, *dtypes, *[2 if n == 1 else n % _ALIGNMENT == 0 for n in strides])
         is_aligned = together % _ALIGNMENT == 0
         variant = self._variants.get(key) if is_aligned else None
         if variant is not None:
@@ -55,6 +56,6 @@ class RepeatedLaunch:
             compiled[grid](*addresses, *numbers, *strides, *constants)
             return
         made = self._kernel[grid](*tensors, *numbers, *strides, **options)
-        if isinstance(made, CompiledKernel) and is_aligned:
+        if isinstance(made, CompiledKernel) and is_aligned and torch.version.hip is None:  # ROCm looks at sizes too
             names = self._kernel.arg_names[len(tensors) + len(numbers) + len(strides) :]
             self._variants[key] = made, tuple(options[name] for name in names)

@@ -89,9 +89,9 @@ def varlen_tile(columns: int, group: int, dtype: torch.dtype, large: bool, per_s
         per_sm: Rows of queries, each head counted, for a multiprocessor.
     """
     tile = _choose((_VARLEN_FLOAT32, _VARLEN_LARGE, _VARLEN_SMALL), columns, group, dtype, large)
-    if large and dtype != torch.float32 and columns == 256 and per_sm < tile.block_m:
-        few = next((few for few in _VARLEN_FEW if per_sm >= few.block_m), _VARLEN_FEW[-1])
-        return replace(few, block_m=max(few.block_m, padded(group)))
+    smaller = [few for few in _VARLEN_FEW if few.block_m >= padded(group)]
+    if large and dtype != torch.float32 and columns == 256 and per_sm < tile.block_m and smaller:
+        return next((few for few in smaller if per_sm >= few.block_m), smaller[-1])
     return tile
 
 
@@ -197,15 +197,14 @@ def varlen(
     per_sm = num_rows * num_heads / device.num_sms
     tile = varlen_tile(padded(head_dim) + padded(v_head_dim), group, q.dtype, device.large, per_sm)
     numbers = num_kv_heads, group, head_dim, v_head_dim, block_size, window is not None, softcap is not None
-    like = tile, q.device, q.dtype, key_cache.dtype, None if sinks is None else sinks.dtype, *numbers
     num_reqs = starts.shape[0] - 1
     num_tiles = num_rows // (tile.block_m // group) + num_reqs + 1
     _LAUNCH_VARLEN(
-        like,
+        (q.device, tile, sinks is not None, *numbers),
         (num_kv_heads * num_tiles, 1, 1),
         (out, q, key_cache, value_cache, tables, seq_lens, starts, q if sinks is None else sinks),
         (*q.stride()[:2], *out.stride()[:2]),
-        (num_reqs, num_rows, tables.stride(0), window or 0, scale, softcap or 0.0),
+        (num_reqs, num_rows, tables.stride(0), window or 0, float(scale), float(softcap or 0.0)),
         _varlen_options(tile, sinks is not None, *numbers),
     )
 

@@ -54,6 +54,10 @@ class AutoBackend(PlanBackend):
         """Whether :meth:`choose` was called for ``key``, or it was captured without."""
         return key in self._choices or self.captured(key)
 
+    def was_timed(self, key: ShapeKey) -> bool:
+        """Whether the choice was made from times of its own."""
+        return key in self._choices and bool(self._choices[key].step_sec)
+
     def has_breaks(self, key: ShapeKey) -> bool:
         return key not in self._choices or self._choices[key].backend != FullBackend.name
 

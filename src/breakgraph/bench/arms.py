@@ -23,7 +23,7 @@ from breakgraph.bench.workloads import BLOCK_SIZE
 from breakgraph.errors import ConfigError
 from breakgraph.graph import PlanFamily
 from breakgraph.models import HFModel, fuse, load_model
-from breakgraph.models.experts import watch_routing
+from breakgraph.models.routing import watch_routing
 from breakgraph.models.support import build_model
 from breakgraph.runners.base import Forward, Runner
 

@@ -24,7 +24,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 FUSIONS = ("none", "inductor")
 _BACKENDS = (
-    "breakable, full, auto (the faster of both for each bucket), eager, debug_eager, tc_piecewise or "
+    "breakable, full, auto (full graphs up to the size where they are faster), eager, debug_eager, tc_piecewise or "
     "tc_piecewise_inductor"
 )
 

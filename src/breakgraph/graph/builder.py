@@ -223,8 +223,8 @@ class CaptureBuilder:
 
     def _results_of(self, step: EagerStep) -> ResultStore:
         """Run the break, and decide how what it returns will cross."""
-        mode = ExecMode.current(self._device.torch_device.type)
-        step.mode = None if mode == self._mode else mode  # the captured code entered it around this call
+        # The captured code entered it around this call.
+        step.mode = ExecMode.current(self._device.torch_device.type).around_break(self._mode)
         self._in_break = True
         try:
             result = self._run_first(step)

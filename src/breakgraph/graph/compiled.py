@@ -1,17 +1,19 @@
 """Calls of code that ``torch.compile`` made, inside captures.
 
 Dynamo looks at the modes of the thread before it uses what it has compiled, and kernels that Inductor wrote never pass
-the dispatcher. So the modes of a capture step aside for such a call, and the capture is told what it reads.
+the dispatcher. So the modes of a capture step aside for such a call, and the capture is told what it reads. Where other
+modes watch each operator, the code runs as if it had not been compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from breakgraph.graph.eager_break import active
 from breakgraph.graph.tracing import BREAKS
@@ -31,7 +33,10 @@ def run_compiled(
     """
     builder = active.builder
     if builder is None or not builder.is_recording:
-        return fn(*args, **(kwargs or {}))
+        # Dynamo would skip the code, and go on to skip it when nobody watches any longer.
+        is_watched = is_in_torch_dispatch_mode(include_infra_modes=False)
+        with torch.compiler.set_stance("force_eager") if is_watched else nullcontext():
+            return fn(*args, **(kwargs or {}))
     return builder.unwatched(lambda: fn(*args, **(kwargs or {})), reads())
 
 

@@ -167,7 +167,7 @@ class PlanFamily:
             token = None if version is None else version()
             self._begin_replay()
             with restored(self.device, state) as restore, MadeBreaks() as made:
-                mode = ExecMode.current(self.device.torch_device.type)
+                mode = ExecMode.current(self.device.torch_device.type).of_thread()
                 warmed = warm_up(self.device, fn, made, restore, breaks=breaks, runs=warmup, on_hazard=on_hazard)
                 places, (constants, notes, own) = self._outputs.place(warmed.outputs), warmed[1:]
                 del warmed

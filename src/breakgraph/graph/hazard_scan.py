@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import pickle
 import random
 import sys
@@ -24,7 +25,7 @@ from breakgraph.graph.effects import allocates_only, tensors_in
 from breakgraph.graph.hazards import Hazard, HazardReport
 from breakgraph.graph.live import Live
 from breakgraph.graph.op_facts import OpTable, parts_of
-from breakgraph.graph.python_state import Change, StateWatch
+from breakgraph.graph.python_state import Change, StateWatch, one_of_a_kind
 from breakgraph.graph.refusals import WAY_OUT, Fault, form_fault, is_user_file, op_fault, source_line
 from breakgraph.graph.seeds import FAULT as SEEDED
 from breakgraph.graph.seeds import WAY_OUT as SEED_WAY_OUT
@@ -40,6 +41,10 @@ _SIDE_EFFECT_WAY_OUT = (
     "change it in an eager break or outside the captured function, keep it in a tensor, or, if no captured code "
     'depends on it, capture with on_hazard="warn"'
 )
+_UNSEEN_STATE = Hazard(
+    "Python state", "Python state", "lies behind so many objects that not all of it is looked at; verify shows whether "
+    "calls change it", "", "unknown source line", "", blocks=False,
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -167,9 +172,11 @@ class HazardScan:
             if id(attribute.owner) not in self._in_break_only:
                 self._note_side_effect(attribute, changes)
         known = {(id(attribute.owner), attribute.name) for attribute in attributes}
-        for change in changes:
-            if known.isdisjoint(change.way) and self._in_break_only.isdisjoint(map(id, change.around)):
-                self._note_change(change)
+        is_new = (known.isdisjoint(c.way) and self._in_break_only.isdisjoint(map(id, c.around)) for c in changes)
+        for change in one_of_a_kind(itertools.compress(changes, is_new)):
+            self._note_change(change)
+        if self._state.is_cut:
+            self._add(_UNSEEN_STATE)
         hazards = tuple(hazard for hazard, _ in self._found)
         is_sure = not self._state.suspect(changes)
         return ScanResult(HazardReport(hazards), [site for _, site in self._found], self._obstacles, is_sure)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,9 @@ class ExecMode:
     """What torch was told by contexts around a capture, or a break: every replay and break runs under the same.
 
     Attributes:
+        default_dtype: Of the whole process, as `attention` is. None, of both: whatever is in force. To set them around
+            a replay would reach into what other threads do; so they are set around breaks only for which the captured
+            code had done so.
         default_device: Of `torch.set_default_device` or `with torch.device(...)`; None where nobody set one.
         attention: See :func:`_attention`.
     """
@@ -49,9 +52,9 @@ class ExecMode:
     grad: bool
     inference: bool
     autocast_dtype: torch.dtype | None
-    default_dtype: torch.dtype
+    default_dtype: torch.dtype | None
     default_device: torch.device | None
-    attention: tuple[Any, ...]
+    attention: tuple[Any, ...] | None
     device_type: str
 
     @classmethod
@@ -67,6 +70,18 @@ class ExecMode:
             attention=_attention(),
             device_type=device_type,
         )
+
+    def of_thread(self) -> ExecMode:
+        """Without what is the process's."""
+        return replace(self, default_dtype=None, attention=None)
+
+    def around_break(self, captured: ExecMode) -> ExecMode | None:
+        """What a break is run under that was reached in these modes; None where they are those of the capture."""
+        if self == captured:
+            return None
+        dtype = None if self.default_dtype == captured.default_dtype else self.default_dtype
+        attention = None if self.attention == captured.attention else self.attention
+        return replace(self, default_dtype=dtype, attention=attention)
 
     def apply(self) -> AbstractContextManager[object]:
         """Enter the modes; a no-op when they are already in force."""
@@ -86,10 +101,10 @@ class ExecMode:
                     cache_enabled=False,
                 )
             )
-        if (dtype := torch.get_default_dtype()) != self.default_dtype:
+        if self.default_dtype is not None and (dtype := torch.get_default_dtype()) != self.default_dtype:
             stack.callback(torch.set_default_dtype, dtype)
             torch.set_default_dtype(self.default_dtype)
-        if (attention := _attention()) != self.attention:
+        if self.attention is not None and (attention := _attention()) != self.attention:
             stack.callback(_set_attention, attention)
             _set_attention(self.attention)
         if _default_device() != self.default_device:
@@ -116,11 +131,11 @@ _set_use = [getattr(torch._C, f"_set_sdp_use_{name}") for name in _KERNELS]
 
 def _attention() -> tuple[Any, ...]:
     """Which kernels `scaled_dot_product_attention` may use, and which it tries first: `sdpa_kernel()` sets both."""
-    return (*[may_use() for may_use in _may_use], torch._C._get_sdp_priority_order())
+    return (*[may_use() for may_use in _may_use], tuple(torch._C._get_sdp_priority_order()))
 
 
 def _set_attention(attention: tuple[Any, ...]) -> None:
     *used, order = attention
     for set_use, is_used in zip(_set_use, used, strict=True):
         set_use(is_used)
-    torch._C._set_sdp_priority_order(order)
+    torch._C._set_sdp_priority_order(list(order))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 
-from breakgraph.graph.state_walk import CONTAINERS, PLAIN, Node, entries_of, label, walk
+from breakgraph.graph.side_effects import is_a, is_equal, safely
+from breakgraph.graph.state_walk import CONTAINERS, MOST_NODES, Node, entries_of, is_plain, label, walk
 from breakgraph.graph.tree import describe
 
 _MISSING: Any = object()
+_MOST_PARTS = 20
+"""Of a path, for a person."""
 Step = tuple[int, Any]
 """From an object, by identity, to what it holds under a key."""
+_Way = tuple["_Way | None", object, Any]
+"""The way to an object, and from it to what it holds under a key."""
 
 
 class Change(NamedTuple):
@@ -62,6 +67,11 @@ class StateWatch:
         self._before = walk(self._roots)
         self._allowed, self._num_breaks = set(), 0
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether there is more than is looked at."""
+        return len(self._before) >= MOST_NODES
+
     def forget(self) -> None:
         """Hold nothing any longer."""
         self._before, self._suspects = {}, {}
@@ -76,8 +86,10 @@ class StateWatch:
         return [change for change in found if self._allowed.isdisjoint(change.way)]
 
     def suspect(self, changes: Iterable[Change]) -> bool:
-        """Watch the owners of these in :meth:`allowing`; returns whether a break may have made one of them unseen."""
-        fresh = {id(change.owner): change.owner for change in changes if id(change.owner) not in self._suspects}
+        """Watch the objects on the way to these in :meth:`allowing`, where a break may put others; returns whether one
+        may have done so unseen."""
+        around = [owner for change in changes for owner in change.around]
+        fresh = {id(owner): owner for owner in around if id(owner) not in self._suspects}
         self._suspects |= fresh
         return bool(fresh) and self._num_breaks > 0
 
@@ -94,6 +106,21 @@ class StateWatch:
                 self._allowed |= {(ident, key) for key in keys}
 
 
+def one_of_a_kind(changes: Iterable[Change]) -> list[Change]:
+    """Of changes under several keys of one container, which else are alike, the first; it tells how many there are."""
+    alike: dict[Any, list[Change]] = {}
+    for change in changes:
+        places = [place for place, owner in enumerate(change.around) if issubclass(type(owner), CONTAINERS)]
+        last = places[-1] if places else None
+        module = next((id(owner) for owner in reversed(change.around) if is_a(owner, torch.nn.Module)), None)
+        rest = tuple(key for _, key in change.way[last + 1 :]) if last is not None else change.way
+        alike.setdefault((None if last is None else id(change.around[last]), rest, module), []).append(change)
+    return [
+        first if not others else first._replace(told=f"{first.told}, and {len(others)} more like it")
+        for first, *others in alike.values()
+    ]
+
+
 def _differences(
     before: Mapping[int, Node], now: Mapping[int, Node], names: Mapping[int, str]
 ) -> Iterator[Change]:  # fmt: skip
@@ -101,7 +128,7 @@ def _differences(
     for ident, old in before.items():
         new = now.get(ident)
         if new is not None and not _holds_same(old, new):
-            yield from _compare(before, now, names, (old, new), _way_to(before, old), seen)
+            yield from _compare(before, now, names, (old, new, _way_to(before, old)), seen)
 
 
 def _holds_same(old: Node, new: Node) -> bool:
@@ -110,63 +137,81 @@ def _holds_same(old: Node, new: Node) -> bool:
 
 
 def _compare(
-    before: Mapping[int, Node], now: Mapping[int, Node], names: Mapping[int, str], pair: tuple[Node, Node],
-    way: tuple[tuple[object, Any], ...], seen: set[tuple[int, int]],
+    before: Mapping[int, Node], now: Mapping[int, Node], names: Mapping[int, str], pair: tuple[Node, Node, _Way | None],
+    seen: set[tuple[int, int]],
 ) -> Iterator[Change]:  # fmt: skip
-    old, new = pair
-    if (id(old.owner), id(new.owner)) in seen:
-        return
-    seen.add((id(old.owner), id(new.owner)))
-    may_grow = not old.is_near and issubclass(type(old.owner), CONTAINERS)
-    for key in {**old.entries, **new.entries}:
-        was, is_now = old.entries.get(key, _MISSING), new.entries.get(key, _MISSING)
-        if was is is_now or (may_grow and (was is _MISSING or is_now is _MISSING)):
+    waiting = [pair]
+    while waiting:
+        old, new, way = waiting.pop()
+        if (id(old.owner), id(new.owner)) in seen:
             continue
-        here = (*way, (old.owner, key))
-        if id(was) in before and id(is_now) in now and type(was) is type(is_now):
-            yield from _compare(before, now, names, (before[id(was)], now[id(is_now)]), here, seen)
-        elif _is_told_apart(was, is_now):
-            told = f"{_told(was)} -> {_told(is_now)}"
-            yield Change(old.owner, _path(here, names), told, _steps(here), tuple(owner for owner, _ in here))
+        seen.add((id(old.owner), id(new.owner)))
+        may_grow = not old.is_near and issubclass(type(old.owner), CONTAINERS)
+        inner = []
+        for key in {**old.entries, **new.entries}:
+            was, is_now = old.entries.get(key, _MISSING), new.entries.get(key, _MISSING)
+            if was is is_now or (may_grow and (was is _MISSING or is_now is _MISSING)):
+                continue
+            here = (way, old.owner, key)
+            if id(was) in before and id(is_now) in now and type(was) is type(is_now):
+                inner.append((before[id(was)], now[id(is_now)], here))
+            elif _is_told_apart(was, is_now):
+                yield _change(here, f"{_told(was)} -> {_told(is_now)}", names)
+        waiting += reversed(inner)
 
 
 def _is_told_apart(was: Any, now: Any) -> bool:
-    if _is_plain(was) and _is_plain(now):
-        return type(was) is not type(now) or not (was == now or (was != was and now != now))
-    return any(map(_is_plain, (was, now))) or any(issubclass(type(value), torch.Tensor | Enum) for value in (was, now))
+    is_value = _is_value(was), _is_value(now)
+    if all(is_value):
+        return type(was) is not type(now) or not (is_equal(was, now) or not (is_equal(was, was) or is_equal(now, now)))
+    return any(is_value) or any(issubclass(type(value), torch.Tensor | Enum) for value in (was, now))
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in PLAIN or value is _MISSING or (type(value) is tuple and all(map(_is_plain, value)))
+def _is_value(value: Any) -> bool:
+    return value is _MISSING or is_plain(value)
 
 
 def _told(value: Any) -> str:
     if value is _MISSING:
         return "nothing"
-    if _is_plain(value) or isinstance(value, Enum):
-        said = repr(value)
+    if is_plain(value) or isinstance(value, Enum):
+        said = safely(repr, value, f"a {type(value).__name__}")
         return said if len(said) <= 40 else f"{said[:37]}..."
-    return f"a tensor {describe(value)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    return f"a tensor {describe(value)}" if issubclass(type(value), torch.Tensor) else f"a {type(value).__name__}"
 
 
-def _way_to(nodes: Mapping[int, Node], node: Node) -> tuple[tuple[object, Any], ...]:
-    way: list[tuple[object, Any]] = []
+def _way_to(nodes: Mapping[int, Node], node: Node) -> _Way | None:
+    steps: list[tuple[object, Any]] = []
     while node.came is not None:
         around, key = node.came
         node = nodes[around]
-        way.append((node.owner, key))
-    return tuple(reversed(way))
+        steps.append((node.owner, key))
+    way: _Way | None = None
+    for owner, key in reversed(steps):
+        way = (way, owner, key)
+    return way
 
 
-def _steps(way: Iterable[tuple[object, Any]]) -> tuple[Step, ...]:
-    return tuple((id(owner), key) for owner, key in way)
+def _change(way: _Way, told: str, names: Mapping[int, str]) -> Change:
+    steps: list[tuple[object, Any]] = []
+    rest: _Way | None = way
+    while rest is not None:
+        rest, owner, key = rest
+        steps.append((owner, key))
+    steps.reverse()
+    around = tuple(owner for owner, _ in steps)
+    return Change(around[-1], _path(steps, names), told, tuple((id(owner), key) for owner, key in steps), around)
 
 
-def _path(way: tuple[tuple[object, Any], ...], names: Mapping[int, str]) -> str:
-    path, begins = "", False
+def _path(way: Sequence[tuple[object, Any]], names: Mapping[int, str]) -> str:
+    parts: list[str] = []
     for owner, key in reversed(way):
         part, begins = label(owner, key, names)
-        path = part + path
+        parts.append(part)
         if begins:
-            return path
-    return f"{type(way[0][0]).__name__}{path}"
+            break
+    else:
+        parts.append(type(way[0][0]).__name__)
+    if len(parts) > _MOST_PARTS:
+        parts[_MOST_PARTS // 2 : -_MOST_PARTS // 2] = ["..."]
+    return "".join(reversed(parts))

@@ -52,15 +52,15 @@ class _Seen(NamedTuple):
         is_value = self.value is other.value or (
             issubclass(type(self.value), (bool, int, float, complex, str, bytes, torch.Size, torch.dtype))
             and type(self.value) is type(other.value)
-            and self.value == other.value
+            and is_equal(self.value, other.value)
         )
         return is_value and self.content == other.content
 
 
 def _look_at(value: Any) -> _Seen:
     if issubclass(type(value), _CONTAINERS):
-        items = value.values() if issubclass(type(value), dict) else value
-        return _Seen(value, [id(item) for item in items])
+        items = copy_of(value)
+        return _Seen(value, [id(item[1] if issubclass(type(value), dict) else item) for item in items])
     return _Seen(value, value.data_ptr() if type(value) in (torch.Tensor, torch.nn.Parameter) else None)
 
 
@@ -68,7 +68,7 @@ def attributes_of(owner: object) -> Iterator[tuple[str, Any]]:
     """What an object holds by name, its hooks left out; of a module also parameters, buffers and modules."""
     for name, value in list(object.__getattribute__(owner, "__dict__").items()):
         if name in _REGISTRIES and is_a(owner, torch.nn.Module):
-            yield from value.items()
+            yield from list(value.items())
         elif name != "forward" and not name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
             yield name, value
 
@@ -144,10 +144,10 @@ def reachable(fn: object) -> Reachable:
         if id(item) in visited:
             continue
         visited.add(id(item))
-        waiting += _uses(item)
+        waiting += safely(_uses, item, ())
         if is_a(item, torch.nn.Module):
             modules[id(item)] = item
-        elif _is_holder(item):
+        elif safely(_is_holder, item, False):
             holders.append(item)
     return Reachable(named(outermost(modules.values())), holders)
 
@@ -167,7 +167,7 @@ def named(roots: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
 def _is_holder(item: object) -> bool:
     """Whether it is an object of the user's, whose attributes a call may change."""
     kind = type(item)
-    if kind.__module__.partition(".")[0] in _FOREIGN or issubclass(kind, (type, *_CONTAINERS)):
+    if package_of(kind) in _FOREIGN or issubclass(kind, (type, *_CONTAINERS)):
         return False
     try:
         return isinstance(object.__getattribute__(item, "__dict__"), dict)
@@ -186,9 +186,59 @@ def _uses(item: object) -> Sequence[object]:
     if is_a(item, types.FunctionType):
         filled = [cell.cell_contents for cell in item.__closure__ or () if is_filled(cell)]
         return filled + [item.__globals__[name] for name in item.__code__.co_names if name in item.__globals__]
-    if (is_a(item, tuple) or is_a(item, list)) and len(item) < 100:
-        return item
+    if is_a(item, tuple) or is_a(item, list):
+        return copy_of(item) if length_of(item) < 100 else ()
     return ()
+
+
+def package_of(item: object) -> str | None:
+    """The package that a class or function says it is of, of classes that answer with anything at all too."""
+    module = getattr(item, "__module__", None)
+    return module.partition(".")[0] if type(module) is str else None if module is None else ""
+
+
+def copy_of(container: Any) -> list[Any]:
+    """Its contents, of a dict as pairs; no code of a subclass or key runs, and another thread may add to it."""
+    taken = _COPIES[_builtin(container)]
+    for _ in range(_TRIES):
+        try:
+            return taken(container)
+        except RuntimeError:  # it changed while it was copied
+            continue
+    return taken(container)
+
+
+def length_of(container: Any) -> int:
+    """Of what :func:`copy_of` copies."""
+    return int(_builtin(container).__len__(container))
+
+
+def _builtin(container: Any) -> Any:
+    return next(base for base in _COPIES if issubclass(type(container), base))
+
+
+_TRIES = 100
+_COPIES: Mapping[type, Callable[[Any], list[Any]]] = {
+    dict: lambda items: list(dict.items(items)),
+    list: lambda items: list(list.__iter__(items)),
+    tuple: lambda items: list(tuple.__iter__(items)),
+    deque: lambda items: list(deque.__iter__(items)),
+    set: lambda items: list(set.__iter__(items)),
+    frozenset: lambda items: list(frozenset.__iter__(items)),
+}
+
+
+def safely(look: Callable[[Any], T], item: object, otherwise: T) -> T:
+    """Whatever an object does when it is looked at: a capture does not depend on that."""
+    try:
+        return look(item)
+    except Exception:
+        return otherwise
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Of values. Those that cannot be compared count as equal."""
+    return safely(lambda pair: bool(pair[0] == pair[1]), (one, other), True)
 
 
 def is_a(item: object, kind: type[T]) -> TypeGuard[T]:

@@ -36,11 +36,11 @@ def experts_of(
 ):  # fmt: skip
     """Expert of each pair; NOBODY for those that have none: padding, and sentinels of the router."""
     # Padding is read as well: so no load waits for another.
-    experts = tl.load(index_ptr + pairs, mask=pairs < num_pairs, other=-1).to(tl.int32)
+    experts = tl.load(index_ptr + pairs, mask=pairs < num_pairs, other=-1)
     known = (experts >= 0) & (experts < NUM_EXPERTS)
     if LIVE:
         known &= pairs // TOP_K < tl.load(live_ptr)
-    return tl.where(known, experts, NOBODY)
+    return tl.where(known, experts.to(tl.int32), NOBODY)
 
 
 @triton.jit

@@ -125,11 +125,12 @@ def down_kernel(
 
 @triton.jit
 def combine_kernel(
-    out_ptr, parts_ptr, index_ptr, live_ptr, num_pairs,
+    out_ptr, parts_ptr, index_ptr, live_ptr, residual_ptr, num_pairs,
     TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr, NUM_COLUMNS: tl.constexpr,
-    BLOCK_N: tl.constexpr, LIVE: tl.constexpr,
+    BLOCK_N: tl.constexpr, LIVE: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """The sum of each token's parts, [tokens, NUM_COLUMNS] of [pairs, NUM_COLUMNS]; padding rows are zero.
+    """The sum of each token's parts, [tokens, NUM_COLUMNS] of [pairs, NUM_COLUMNS]; that of padding rows is zero. With
+    RESIDUAL [tokens, NUM_COLUMNS] it is rounded, and added to that.
 
     Grid: (tokens, cdiv(NUM_COLUMNS, BLOCK_N)). BLOCK_T: TOP_K, up to a power of two.
     """
@@ -141,5 +142,9 @@ def combine_kernel(
     used = (choice < TOP_K) & (experts < NUM_EXPERTS)
     ptrs = parts_ptr + pairs.to(tl.int64)[:, None] * NUM_COLUMNS + column[None, :]
     parts = tl.load(ptrs, mask=used[:, None] & (column < NUM_COLUMNS)[None, :], other=0.0).to(tl.float32)
-    out = out_ptr + token.to(tl.int64) * NUM_COLUMNS + column
-    tl.store(out, tl.sum(parts, 0).to(out_ptr.dtype.element_ty), mask=column < NUM_COLUMNS)
+    total = tl.sum(parts, 0).to(out_ptr.dtype.element_ty)
+    place = token.to(tl.int64) * NUM_COLUMNS + column
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + place, mask=column < NUM_COLUMNS, other=0.0)
+        total = (residual.to(tl.float32) + total.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place, total, mask=column < NUM_COLUMNS)

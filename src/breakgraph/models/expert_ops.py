@@ -18,6 +18,7 @@ from torch import Tensor
 from breakgraph.attention.triton_ops import dense_heads, has_large_shared_memory
 from breakgraph.models.expert_groups import Groups, group
 from breakgraph.models.expert_kernels import combine_kernel, down_kernel, up_kernel
+from breakgraph.models.routing import show_routing
 
 _MANY = 1 << 30
 
@@ -96,24 +97,29 @@ def down(hidden: Tensor, groups: Groups, weight: Tensor, choice: Tensor, tile: T
     return parts
 
 
-def _combine(parts: Tensor, index: Tensor, num_live: Tensor | None, num_experts: int) -> Tensor:
+def _combine(
+    parts: Tensor, index: Tensor, num_live: Tensor | None, num_experts: int, residual: Tensor | None
+) -> Tensor:  # fmt: skip
     num_tokens, top_k = index.shape
     out = parts.new_empty(num_tokens, parts.shape[1])
     block_n = min(1024, triton.next_power_of_2(parts.shape[1]))
     combine_kernel[(num_tokens, triton.cdiv(parts.shape[1], block_n))](
-        out, parts, index, index if num_live is None else num_live, index.numel(), TOP_K=top_k,
-        NUM_EXPERTS=num_experts, BLOCK_T=triton.next_power_of_2(top_k), NUM_COLUMNS=parts.shape[1], BLOCK_N=block_n,
-        LIVE=num_live is not None, num_warps=4,
+        out, parts, index, index if num_live is None else num_live, parts if residual is None else residual,
+        index.numel(), TOP_K=top_k, NUM_EXPERTS=num_experts, BLOCK_T=triton.next_power_of_2(top_k),
+        NUM_COLUMNS=parts.shape[1], BLOCK_N=block_n, LIVE=num_live is not None, RESIDUAL=residual is not None,
+        num_warps=4,
     )  # fmt: skip
     return out
 
 
 def _gated_experts(
-    x: Tensor, gate_up: Tensor, down_weight: Tensor, index: Tensor, choice: Tensor, num_live: Tensor | None
+    x: Tensor, gate_up: Tensor, down_weight: Tensor, index: Tensor, choice: Tensor, num_live: Tensor | None,
+    residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     num_experts, top_k = gate_up.shape[0], index.shape[1]
+    show_routing(index, num_experts, num_live)
     if not x.shape[0]:
-        return torch.empty_like(x)
+        return x.new_empty(x.shape)
     x, index, choice = dense_heads(x), index.contiguous(), choice.contiguous()
     tiles = tiles_for(index.numel(), num_experts, x.dtype, has_large_shared_memory(x.device))
     # Triton launches on the current device, whatever its arguments.
@@ -121,16 +127,26 @@ def _gated_experts(
         groups = group(index, num_live, num_experts, tiles.block_m)
         hidden = up(x, groups, gate_up, top_k, tiles.up)
         parts = down(hidden, groups, down_weight, choice, tiles.down)
-        return _combine(parts, index, num_live, num_experts)
+        return _combine(parts, index, num_live, num_experts, residual)
+
+
+def _added_experts(
+    residual: Tensor, x: Tensor, gate_up: Tensor, down_weight: Tensor, index: Tensor, choice: Tensor,
+    num_live: Tensor | None,
+) -> Tensor:  # fmt: skip
+    total = _gated_experts(x, gate_up, down_weight, index, choice, num_live, residual.contiguous())
+    return total.view(residual.shape)
 
 
 _LIBRARY = torch.library.Library("breakgraph", "FRAGMENT")
-_LIBRARY.define(
-    "gated_experts(Tensor x, Tensor gate_up, Tensor down, Tensor index, Tensor choice, Tensor? num_live) -> Tensor"
-)
+_ARGUMENTS = "Tensor x, Tensor gate_up, Tensor down, Tensor index, Tensor choice, Tensor? num_live"
+_LIBRARY.define(f"gated_experts({_ARGUMENTS}) -> Tensor")
+_LIBRARY.define(f"added_experts(Tensor residual, {_ARGUMENTS}) -> Tensor")
 for _key in ("CUDA", "CPU"):
     _LIBRARY.impl("gated_experts", _gated_experts, _key)
-_LIBRARY.impl("gated_experts", lambda x, *_: torch.empty_like(x), "Meta")
+    _LIBRARY.impl("added_experts", _added_experts, _key)
+for _operator in ("gated_experts", "added_experts"):
+    _LIBRARY.impl(_operator, lambda first, *_: first.new_empty(first.shape), "Meta")
 
 gated_experts: Any = torch.ops.breakgraph.gated_experts.default
 """x [T, H], gate_up [E, 2 * I, H] (gates first), down [E, H, I], index [T, k] int64 and choice [T, k] to [T, H].
@@ -138,3 +154,6 @@ gated_experts: Any = torch.ops.breakgraph.gated_experts.default
 The sum over k of choice * (silu(x @ gate.T) * (x @ up.T)) @ down.T. Experts outside 0 to E - 1 and rows from `num_live`
 [1] on give zeros.
 """
+
+added_experts: Any = torch.ops.breakgraph.added_experts.default
+"""residual, T * H numbers of x's dtype in any shape, + the same, rounded to that dtype before it is added."""

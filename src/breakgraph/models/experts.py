@@ -7,8 +7,7 @@ such rows lie behind the last group and come out as zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,28 +19,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 
 from breakgraph.attention import live_token_count
 from breakgraph.graph.tracing import TracePlace, Untraced
+from breakgraph.models.live_rows import live_count
+from breakgraph.models.routing import show_routing
 
 LIVE_GROUPED_MM = "breakgraph_grouped_mm"
 TRITON = "breakgraph_triton"
-
-RoutingWatcher = Callable[[torch.Tensor, int], None]
-"""Called with each layer's choice, expert indices [live tokens, k], and its number of experts."""
-_watchers: list[RoutingWatcher] = []
-
-
-@contextmanager
-def watch_routing(watcher: RoutingWatcher) -> Iterator[None]:
-    """Show where the experts of this module are sent tokens while the forward runs as Python; replays show nothing."""
-    _watchers.append(watcher)
-    try:
-        yield
-    finally:
-        _watchers.remove(watcher)
-
-
-def _show(module: Any, top_k_index: torch.Tensor, num_live: torch.Tensor | None) -> None:
-    for watcher in _watchers:
-        watcher(top_k_index if num_live is None else top_k_index[: int(num_live)], module.num_experts)
 
 
 def _live_grouped_mm(
@@ -49,7 +31,7 @@ def _live_grouped_mm(
 ) -> torch.Tensor:
     """hidden_states [T, H], top_k_index and top_k_weights [T, k] to [T, H]; padding rows are zero."""
     num_live = live_token_count(hidden_states.shape[0])
-    _show(module, top_k_index, num_live)
+    show_routing(top_k_index, module.num_experts, num_live)
     if num_live is not None:
         is_padding = (torch.arange(hidden_states.shape[0], device=hidden_states.device) >= num_live)[:, None]
         top_k_index = top_k_index.masked_fill(is_padding, module.num_experts)
@@ -61,11 +43,13 @@ def _live_grouped_mm(
 def _triton(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """As `_live_grouped_mm`, in our kernels; for models that `triton_refusals` has nothing against."""
+    """As `_live_grouped_mm`, in our kernels; for models that `triton_refusals` has nothing against.
+
+    Dynamo traces it: one operator, which a rewrite may give what is added to its result.
+    """
     from breakgraph.models.expert_ops import gated_experts
 
-    num_live = live_token_count(hidden_states.shape[0])
-    _show(module, top_k_index, num_live)
+    num_live = live_count(hidden_states.shape[0])
     experts: torch.Tensor = gated_experts(
         hidden_states, module.gate_up_proj, module.down_proj, top_k_index, top_k_weights, num_live
     )
@@ -75,10 +59,10 @@ def _triton(
 _FUNCTIONS = {LIVE_GROUPED_MM: _live_grouped_mm, TRITON: _triton}
 for _name, _function in _FUNCTIONS.items():
     ExpertsInterface.register(_name, _function)
-_places = [
-    TracePlace(partial(ExpertsInterface.register, name), function, Untraced(function))
+_places = {
+    name: TracePlace(partial(ExpertsInterface.register, name), function, Untraced(function))
     for name, function in _FUNCTIONS.items()
-]
+}
 
 
 def triton_refusals(model: PreTrainedModel) -> list[str]:
@@ -104,6 +88,12 @@ def _refusal(module: Any) -> str | None:
 
 
 def hide_experts() -> None:
-    """Make Dynamo leave the experts alone: it compiles what lies before them and what lies behind them."""
-    for place in _places:
-        place.hide()
+    """Make Dynamo leave the experts alone that are no operator: it compiles what lies before them and what lies behind
+    them."""
+    _places[LIVE_GROUPED_MM].hide()
+
+
+def has_traced_experts(block: torch.nn.Module) -> bool:
+    """Whether Dynamo meets experts in it that want to be given the number of live rows, see live_rows.py."""
+    modules: Iterator[Any] = (module for module in block.modules() if hasattr(module, "has_gate"))
+    return any(module.config._experts_implementation == TRITON for module in modules)

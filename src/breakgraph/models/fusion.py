@@ -1,8 +1,8 @@
 """Fewer kernels: the repeated blocks of a model, compiled.
 
 Each kind of block is compiled once for all layers of its kind and any number of tokens, before anything is captured:
-Dynamo's guards run while a graph is captured and never at a replay. Attention and experts stay what they are, between
-the compiled parts.
+Dynamo's guards run while a graph is captured and never at a replay. Attention stays what it is, between the compiled
+parts, and so do experts that are no operator.
 """
 
 from __future__ import annotations
@@ -10,21 +10,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
+from breakgraph.attention import live_token_count
 from breakgraph.errors import ConfigError
 from breakgraph.graph.compiled import hide_breaks, run_compiled
-from breakgraph.models.experts import hide_experts
+from breakgraph.models.experts import has_traced_experts, hide_experts
 from breakgraph.models.hf import HFModel
 from breakgraph.models.hook import hide_attention
+from breakgraph.models.live_rows import give_live_count
 from breakgraph.models.merging import merge_linears
 
 logger = logging.getLogger(__name__)
 
 _MAX_VARIANTS = 64
-"""Of one piece of code: block kinds, times one for a single token and one for more."""
+"""Of one piece of code: block kinds, times one for a single token and one for more, times one with padding and one
+without where there are experts."""
 
 
 class _CompiledBlock:
@@ -33,14 +37,19 @@ class _CompiledBlock:
     def __init__(self, block: torch.nn.Module, backend: str, options: dict[str, Any] | None) -> None:
         self._block = block
         self._compiled = torch.compile(block.forward, backend=backend, dynamic=True, options=options)
+        self._has_experts = has_traced_experts(block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _as_compiled():
-            return run_compiled(self._compiled, self._reads, args, kwargs)
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        count = live_token_count(hidden_states.shape[-2]) if self._has_experts else None
+        with _as_compiled(), give_live_count(count):
+            return run_compiled(self._compiled, partial(self._reads, count), args, kwargs)
 
-    def _reads(self) -> Iterator[torch.Tensor]:
+    def _reads(self, count: torch.Tensor | None) -> Iterator[torch.Tensor]:
         yield from self._block.parameters()
         yield from self._block.buffers()
+        if count is not None:
+            yield count
 
 
 @contextmanager
@@ -77,7 +86,10 @@ def fuse(model: HFModel) -> None:
     for hide in (hide_breaks, hide_attention, hide_experts):
         hide()
     backend = "inductor" if model.device.type == "cuda" else "eager"
-    options = _inductor_options(model) if backend == "inductor" else None
+    options = None
+    if backend == "inductor":
+        options = _inductor_options()
+        _choose_kernels(model)
     for block in blocks:
         block.forward = _CompiledBlock(block, backend, options)
     logger.info(
@@ -87,13 +99,18 @@ def fuse(model: HFModel) -> None:
     )  # fmt: skip
 
 
-def _inductor_options(model: HFModel) -> dict[str, Any]:
-    from breakgraph.models.few_rows import choose_by_rows, reserve_zeros
+def _inductor_options() -> dict[str, Any]:
     from breakgraph.models.rewrites import BlockRewrites
+
+    return {"post_grad_custom_pre_pass": BlockRewrites()}
+
+
+def _choose_kernels(model: HFModel) -> None:
+    """For products: the head lies behind the blocks, where no rewrite finds it."""
+    from breakgraph.models.few_rows import choose_by_rows, reserve_zeros
 
     reserve_zeros(model.device)
     choose_by_rows(model.module.get_output_embeddings())
-    return {"post_grad_custom_pre_pass": BlockRewrites()}
 
 
 def _blocks(model: HFModel) -> list[torch.nn.Module]:

@@ -5,6 +5,7 @@ They look for arithmetic, not for models. What they do not recognise stays Induc
 - Heads that are normalised and turned by their positions: Inductor reads and multiplies each element several times.
   Queries with keys, in one kernel.
 - A sum with a matrix product that nobody else reads is added up in the product, in place.
+- What is added to the result of a mixture's experts is added where they combine their parts.
 - Other products with a weight, and what gates one half by the other, are left to operators that have kernels for few
   rows.
 - The largest few of short rows, with the softmax of the rows where only they are read: Inductor calls a sort.
@@ -29,9 +30,11 @@ from torch._inductor.pattern_matcher import (
     register_graph_pattern,
 )
 
+from breakgraph.models import expert_ops as expert_ops_file
 from breakgraph.models import few_rows as few_rows_file
 from breakgraph.models import norm_rope as norm_rope_file
 from breakgraph.models import top_k as top_k_file
+from breakgraph.models.expert_ops import added_experts, gated_experts
 from breakgraph.models.few_rows import DTYPES, add_product, few_rows_product, gated_product
 from breakgraph.models.norm_rope import norm_rope, norm_rope_pair
 from breakgraph.models.top_k import MAX_COLUMNS, MAX_K, top_k
@@ -53,6 +56,9 @@ class BlockRewrites(CustomGraphPass):
         _turn_together(graph)
         for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
             _add_in_place(graph, node)
+        for node in graph.find_nodes(op="call_function", target=gated_experts):
+            _add_to_experts(graph, node)
+        # Behind both kinds of sums: one takes its product along, the other leaves a product that is in no sum any more.
         for node in graph.find_nodes(op="call_function", target=aten.mm.default):
             _choose_by_rows(graph, node)
         for node in graph.find_nodes(op="call_function", target=aten.topk.default):
@@ -60,7 +66,8 @@ class BlockRewrites(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__, few_rows_file.__file__, norm_rope_file.__file__, top_k_file.__file__))
+        files = (expert_ops_file, few_rows_file, norm_rope_file, top_k_file)
+        return get_hash_for_files((__file__, *(file.__file__ for file in files)))
 
 
 def _heads_pattern() -> Any:
@@ -183,7 +190,7 @@ def _add_in_place(graph: fx.Graph, node: fx.Node) -> None:
         return
     for total, product in (node.args, node.args[::-1]):
         factors = _factors(product)
-        if factors is not None and _is_free(total, node) and _fits(total, node):
+        if factors is not None and _is_free(total, node) and _fits(total, product, factors[1]):
             # Added up once more: Inductor fuses readers with what they read, but not if that is updated afterwards. So
             # the others sum for themselves, and all of it becomes one kernel.
             with graph.inserting_before(total):
@@ -223,9 +230,46 @@ def _may_alias(node: fx.Node) -> bool:
     return any(result.alias_info is not None for result in node.target._schema.returns)
 
 
-def _fits(total: fx.Node, node: fx.Node) -> bool:
-    before, after = total.meta["val"], node.meta["val"]
-    return before.shape == after.shape and before.dtype == after.dtype and before.is_contiguous()
+def _fits(total: fx.Node, product: Any, right: fx.Node) -> bool:
+    """Nothing broadcasts, no type is promoted, and rows are rows."""
+    before, added = total.meta["val"], product.meta["val"]
+    is_same = before.shape == added.shape and before.dtype == added.dtype
+    return bool(is_same and before.shape[-1] == right.meta["val"].shape[-1] and before.is_contiguous())
+
+
+def _add_to_experts(graph: fx.Graph, experts: fx.Node) -> None:
+    """residual + experts, where only this sum reads the experts' result.
+
+    A sum that is only there to be added to something else is left to Inductor, which adds all of it up at once.
+    """
+    found = _only_reader(experts)
+    if found is None:
+        return
+    result, node = found
+    others = [arg for arg in node.args if arg is not result]
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2 or len(others) != 1:
+        return
+    residual, behind = others[0], _only_reader(node)
+    if not isinstance(residual, fx.Node) or (behind is not None and behind[1].target is aten.add.Tensor):
+        return
+    looks = [one.meta["val"] for one in (residual, result, node)]
+    if len({look.dtype for look in looks}) != 1 or any(look.shape != looks[0].shape for look in looks):
+        return
+    with graph.inserting_before(node):
+        added = graph.call_function(added_experts, (residual, *experts.args))
+    added.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(added)
+    graph.erase_node(node)
+
+
+def _only_reader(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """What alone reads `node`, reshaped or not, behind what it reads; None where there are several, or none."""
+    while len(node.users) == 1:
+        (reader,) = node.users
+        if reader.target not in _RESHAPES:
+            return node, reader
+        node = reader
+    return None
 
 
 def _choose_by_rows(graph: fx.Graph, node: fx.Node) -> None:

@@ -35,7 +35,7 @@ def _top_k_kernel(
     x = tl.where(left, x, -float("inf"))
     # Integers in the order of the floats: a warp finds the largest of integers in one instruction.
     key = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    key = tl.where(x != x, 0x7F800000, key ^ ((key >> 31) & 0x7FFFFFFF))  # NaN counts as the largest
+    key = tl.where(x != x, 0x7FC00000, key ^ ((key >> 31) & 0x7FFFFFFF))  # NaN counts as the largest
     if SOFTMAX:
         x = tl.exp(x - tl.max(x, 1)[:, None])
         x = x / tl.sum(x, 1)[:, None]

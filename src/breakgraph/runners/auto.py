@@ -2,7 +2,7 @@
 
 A full graph costs the host one launch, a breakable one a launch and some Python for each break. That shows while steps
 are short. Long steps gain nothing from it, and attention in a break knows the live requests, where a full graph has
-slots for the most there may be. So there is a size up to which full graphs win, and it is searched for by halves.
+slots for the most there may be. So there is a size up to which full graphs win, and it is searched for by bisection.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from breakgraph.graph import PlanFamily, get_device
 from breakgraph.runners.base import Progress, Runner
 from breakgraph.runners.batch import StepBatch
 from breakgraph.runners.decode import DecodeRunner
-from breakgraph.runners.prefill import PrefillRunner, SlottedPrefillRunner, slotted_step
+from breakgraph.runners.prefill import SLOT_FIELDS, PrefillRunner, SlottedPrefillRunner, slotted_step
 
 if TYPE_CHECKING:
     from breakgraph.backends import Backend
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from breakgraph.graph import Plan
 
 FULL, BREAKABLE = "full", "breakable"
+_GAIN = 0.99
+"""What a full graph takes at most of the time with breaks: a difference below is noise, and breaks ask for less."""
 _WARM_ROUNDS, _ROUNDS = 2, 9
 _LONG_ROUNDS, _LONG_SEC = 3, 0.5
 """So few rounds are enough once they have taken so long: launches hardly count in long steps."""
@@ -127,17 +129,29 @@ class ChoosingRunner(Runner):
         except BaseException:
             self.backend.forget(self.spec.key(size))
             raise
-        if seconds[FULL] >= seconds[BREAKABLE] or needed <= limit:
-            self._choose(size, min(seconds, key=lambda name: seconds[name]), step_sec=seconds)
+        is_faster = seconds[FULL] <= _GAIN * seconds[BREAKABLE]
+        if not is_faster or needed <= limit:
+            self._choose(size, FULL if is_faster else BREAKABLE, step_sec=seconds)
         else:
             reason = f"full needs {needed / 2**20:.0f} MiB of the pool, there are {limit / 2**20:.0f}"
             self._choose(size, BREAKABLE, reason, seconds)
         return limit
 
+    def _capture_bucket(self, size: int) -> None:
+        """With breaks where a full graph that was not timed cannot be had."""
+        key = self.spec.key(size)
+        try:
+            super()._capture_bucket(size)
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            if self.backend.has_breaks(key) or self.backend.was_timed(key):
+                raise
+            self._choose(size, BREAKABLE, f"no full graph: {str(error).splitlines()[0]}")
+            super()._capture_bucket(size)
+
     def _captured_as(self, name: str, size: int, family: PlanFamily) -> Plan:
         self._choose(size, name)
         batch = self.spec.dummy_batch(size)
-        fields = self._allocated().load(batch, size)
+        fields = self._load(batch, size)
         with torch.no_grad(), use_step(self._plan_attention(batch, fields, in_bucket=True)):
             return family.capture(lambda: self.forward(fields), label=f"{name} {size}", breaks=name == BREAKABLE)
 
@@ -155,6 +169,11 @@ class AutoPrefillRunner(ChoosingRunner, PrefillRunner):
         if in_bucket and not self.backend.has_breaks(self.spec.key(fields["slot_mapping"].shape[0])):
             return slotted_step(self.spec, batch, fields, in_bucket)
         return super()._attention_step(batch, fields, in_bucket)
+
+    def _load(self, batch: StepBatch, size: int) -> Mapping[str, Tensor]:
+        """Without the request slots, for most of which there is no request, where a bucket has breaks."""
+        has_breaks = self.backend.has_breaks(self.spec.key(size))
+        return self._allocated().load(batch, size, SLOT_FIELDS if has_breaks else frozenset())
 
 
 class AutoDecodeRunner(ChoosingRunner, DecodeRunner):

@@ -249,7 +249,7 @@ class Runner(ABC):
         Raises:
             ConfigError: the batch does not fit the phase or any bucket.
         """
-        fields = self._allocated().load(batch, self._bucket(batch))
+        fields = self._load(batch, self._bucket(batch))
         with torch.no_grad(), use_step(self._plan_attention(batch, fields, in_bucket=True)):
             yield self.backend.reference(self.spec.key(self._bucket(batch)), lambda: self.forward(fields))
 
@@ -268,7 +268,7 @@ class Runner(ABC):
         """Which attention a replay of the step has, or its eager run where it fits no bucket."""
         size = self.spec.bucket_for(batch.num_tokens, batch.num_reqs) if self.backend.captures else None
         load = partial(live_fields, self.spec, batch, self.device)
-        fields = load() if size is None else self._allocated().load(batch, size)
+        fields = load() if size is None else self._load(batch, size)
         return self.attention.for_step(self._attention_step(batch, fields, in_bucket=size is not None)).name
 
     def run_eager(self, batch: StepBatch) -> Tensor:
@@ -297,7 +297,7 @@ class Runner(ABC):
 
     def _capture_bucket(self, size: int) -> None:
         batch = self.spec.dummy_batch(size)
-        fields = self._allocated().load(batch, size)
+        fields = self._load(batch, size)
         with torch.no_grad(), use_step(self._plan_attention(batch, fields, in_bucket=True)):
             self.backend.capture(self.spec.key(size), lambda: self.forward(fields))
 
@@ -317,7 +317,7 @@ class Runner(ABC):
     def _ready_for_replay(self, batch: StepBatch, size: int) -> Iterator[None]:
         """Inputs and metadata are in place; with breaks the GPU works on the first segment while attention is planned,
         which that segment needs no plan for."""
-        step = self._attention_step(batch, self._allocated().load(batch, size), in_bucket=True)
+        step = self._attention_step(batch, self._load(batch, size), in_bucket=True)
         plan = partial(self.attention.plan, step)
         with torch.no_grad(), use_step(plan if self.backend.has_breaks(self.spec.key(size)) else plan()):
             yield
@@ -326,6 +326,10 @@ class Runner(ABC):
         fields = live_fields(self.spec, batch, self.device)
         with torch.no_grad(), use_step(self._plan_attention(batch, fields, in_bucket=False)):
             return self.forward(fields)
+
+    def _load(self, batch: StepBatch, size: int) -> Mapping[str, Tensor]:
+        """Write a step into the static buffers of a bucket, which it gives by field name."""
+        return self._allocated().load(batch, size)
 
     def _plan_attention(self, batch: StepBatch, fields: Mapping[str, Tensor], in_bucket: bool) -> AttentionMetadata:
         return self.attention.plan(self._attention_step(batch, fields, in_bucket))

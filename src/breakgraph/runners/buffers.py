@@ -130,6 +130,7 @@ class StaticBuffers:
         self._layouts = {
             size: _Layout([(field, spec.num_rows(field.axis, size)) for field in spec.fields]) for size in spec.ladder
         }
+        self._first_parts: dict[tuple[int, frozenset[str]], _Layout] = {}
         self.num_bytes = max(layout.num_bytes for layout in self._layouts.values())
         # Ordinary tensors whatever the caller's mode: inference tensors could not be rewritten outside inference mode.
         with torch.inference_mode(False):
@@ -145,12 +146,28 @@ class StaticBuffers:
         for name, view in self._views[size].items():
             view.fill_(self._poison[name])
 
-    def load(self, batch: StepBatch, size: int) -> Mapping[str, Tensor]:
+    def load(
+        self, batch: StepBatch, size: int, without: frozenset[str] = frozenset()
+    ) -> Mapping[str, Tensor]:  # fmt: skip
         """Write a whole bucket: live rows, then padding to its last row. All values are checked before the write.
 
         Invalidated by: the next load of any bucket.
+
+        Args:
+            without: The last fields, by name, where the bucket's graph reads none of them: they keep what they hold.
         """
-        layout = self._layouts[size]
-        host = layout.stage([getattr(batch, field.name) for field in self._spec.fields], self._device)
+        layout = self._first_part(size, without) if without else self._layouts[size]
+        values = [getattr(batch, place.field.name) for place in layout.places]
+        host = layout.stage(values, self._device)
         self._buffer[: layout.num_bytes].copy_(host, non_blocking=True)
         return self._views[size]
+
+    def _first_part(self, size: int, without: frozenset[str]) -> _Layout:
+        """Fields lie where they do in the whole layout, as they are the first ones."""
+        part = self._first_parts.get((size, without))
+        if part is None:
+            kept = [place for place in self._layouts[size].places if place.field.name not in without]
+            part = _Layout([(place.field, place.shape[0]) for place in kept])
+            assert part.places == self._layouts[size].places[: len(kept)], f"{sorted(without)} are not the last fields"
+            self._first_parts[size, without] = part
+        return part

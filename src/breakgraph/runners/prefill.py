@@ -68,6 +68,8 @@ def _slot_fields(max_blocks_per_seq: int, num_blocks: int) -> tuple[FieldSpec, .
     return (_CU_SEQLENS_Q, _SEQ_LENS, _table_field(max_blocks_per_seq, num_blocks))
 
 
+SLOT_FIELDS = frozenset({"cu_seqlens_q", "seq_lens", "block_tables"})
+"""What only a graph with attention in it reads; the last fields of a spec with request slots."""
 _CU_SEQLENS_Q = FieldSpec(name="cu_seqlens_q", dtype=torch.int32, axis="request_bounds", pad=Pad.REPEAT_LAST)
 _SEQ_LENS = FieldSpec(name="seq_lens", dtype=torch.int32, axis="requests", pad=0)
 
@@ -122,7 +124,7 @@ def slotted_step(
 ) -> AttentionStep:  # fmt: skip
     """The step of a spec with request slots, see :meth:`Runner._attention_step`."""
     slot_mapping = fields["slot_mapping"]
-    requests = RequestTensors(**{name: fields[name] for name in ("cu_seqlens_q", "seq_lens", "block_tables")})
+    requests = RequestTensors(**{name: fields[name] for name in SLOT_FIELDS})
     return AttentionStep(
         phase=spec.phase,
         num_tokens=batch.num_tokens,

@@ -77,6 +77,15 @@ def test_what_triton_compiles_for_is_another_variant(other: dict[str, Any]) -> N
     assert [len(variant.calls) for variant in kernel.variants] == [0, 1]
 
 
+def test_a_tensor_of_another_dtype_is_another_variant() -> None:
+    kernel, x = Kernel(), torch.zeros(64)
+    call = RepeatedLaunch(kernel)
+    launch(call, x)
+    launch(call, x.view(torch.int32))
+    launch(call, x)
+    assert len(kernel.slow) == 2
+
+
 def test_addresses_off_the_alignment_are_left_to_triton() -> None:
     kernel, x = Kernel(), torch.zeros(64)
     call = RepeatedLaunch(kernel)

@@ -109,6 +109,22 @@ CONTEXTS: list[Callable[[], AbstractContextManager[object]]] = [
 ]
 
 
+_DTYPE, _DEVICE, _ATTENTION = (0,), (1, 2), (3, 4)
+"""Which of them set what: the first and the last for all threads."""
+
+
+def expected_inside(want: list[Told], caller: Told, around: int) -> list[Told]:
+    """What is the process's stays the caller's, but where the captured code set it itself."""
+    told = []
+    for place, (dtype, device, *attention) in enumerate(want):
+        if not (place == 1 and around in _DTYPE):
+            dtype = caller[0]
+        if not (place == 1 and around in _ATTENTION):
+            attention = caller[2:]
+        told.append((dtype, device, *attention))
+    return told
+
+
 @pytest.mark.parametrize("around", range(len(CONTEXTS)))
 @pytest.mark.parametrize("replayed", [None, *range(len(CONTEXTS))])
 def test_contexts_around_a_break_are_entered_at_every_replay(
@@ -134,10 +150,28 @@ def test_contexts_around_a_break_are_entered_at_every_replay(
         assert want[0] != want[1]
         before = told_by_torch()
         with nullcontext() if replayed is None else CONTEXTS[replayed]():
+            caller = told_by_torch()
             plan.replay()
-        assert inside == want
+            assert told_by_torch() == caller
+        assert inside == expected_inside(want, caller, around)
         assert told_by_torch() == before
         assert [step.mode is None for step in plan._steps if isinstance(step, EagerStep)] == [True, False, True]
+
+
+def test_a_replay_sets_nothing_that_is_the_process_s(monkeypatch: pytest.MonkeyPatch, family: PlanFamily) -> None:
+    """Another thread may be building a model in another dtype."""
+    x, told = torch.ones(3, device=family.device.torch_device), list[object]()
+
+    @eager_on_graph
+    def add(t: Tensor) -> Tensor:
+        return t + 1
+
+    with torch.no_grad(), default_dtype(torch.float64), sdpa_kernel(SDPBackend.MATH):
+        plan = family.capture(lambda: add(x * 2) * 2)
+    monkeypatch.setattr(torch, "set_default_dtype", told.append)
+    monkeypatch.setattr(torch._C, "_set_sdp_priority_order", told.append)
+    plan.replay()
+    assert not told
 
 
 def test_random_numbers_advance_as_eager_ones_do(device: torch.device, family: PlanFamily) -> None:

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from breakgraph.models import expert_groups, expert_ops
 from breakgraph.models.expert_groups import group as group_pairs
-from breakgraph.models.expert_ops import Tile, Tiles, gated_experts
+from breakgraph.models.expert_ops import Tile, Tiles, added_experts, gated_experts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_EXPERTS, TOP_K, WIDTH, INNER = 5, 2, 24, 20
@@ -71,8 +71,10 @@ def test_everybody_wants_the_same_expert_and_some_nobody_wants() -> None:
 def test_sentinels_of_the_router_count_nothing() -> None:
     case = Case(12)
     case.index[::3, 0], case.index[5] = NUM_EXPERTS, -1
+    case.index[7] = torch.tensor([1 << 32, -(1 << 63)])  # whose lower halves are experts
     case.check()
     assert not case.run()[5].any()
+    assert not case.run()[7].any()
 
 
 def test_no_tokens() -> None:
@@ -125,6 +127,33 @@ def test_a_row_has_its_bits_whatever_else_is_in_the_step(swap: bool, monkeypatch
     assert torch.equal(case.run(31)[7:25], out[7:25])
 
 
+@pytest.mark.parametrize("num_live", [None, 0, 11])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_added_has_the_bits_of_a_sum_afterwards(num_live: int | None, dtype: torch.dtype) -> None:
+    case = Case(19)
+    x, gate_up, down, choice = (t.to(DEVICE, dtype) for t in (case.x, case.gate_up, case.down, case.choice))
+    live = None if num_live is None else torch.tensor([num_live], dtype=torch.int32, device=DEVICE)
+    args = x, gate_up, down, case.index, choice, live
+    residual = torch.randn(1, 19, WIDTH).to(DEVICE, dtype)
+    before, experts = residual.clone(), gated_experts(*args)
+    added = added_experts(residual, *args)
+    assert added.shape == residual.shape
+    assert torch.equal(added, residual + experts)
+    assert torch.equal(residual, before)
+    if num_live is not None:
+        assert torch.equal(added[:, num_live:], residual[:, num_live:])
+    scattered = residual.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not scattered.is_contiguous()
+    assert torch.equal(added_experts(scattered, *args), added)
+
+
+def test_nothing_is_added_to_nothing() -> None:
+    case = Case(0)
+    residual = torch.empty(1, 0, WIDTH, device=DEVICE)
+    args = case.x, case.gate_up, case.down, case.index, case.choice, None
+    assert added_experts(residual, *args).shape == residual.shape
+
+
 def test_weights_with_any_strides() -> None:
     case = Case(9)
     case.gate_up = case.gate_up.transpose(1, 2).contiguous().transpose(1, 2)
@@ -138,6 +167,9 @@ def test_inputs_may_lie_anywhere() -> None:
     case.x, case.index, case.choice = (t.T.contiguous().T for t in (case.x, case.index, case.choice))
     assert not case.x.is_contiguous()
     assert torch.equal(case.run(), expected)
+    # As those say that trace it.
+    meta = [t.to("meta") for t in (case.x, case.gate_up, case.down, case.index, case.choice)]
+    assert case.run().stride() == gated_experts(*meta, None).stride()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 100, 1000])

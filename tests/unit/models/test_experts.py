@@ -7,10 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.integrations import moe
 
-from breakgraph.attention import AttentionStep, make_attention, use_step
+from breakgraph.attention import make_attention, use_step
 from breakgraph.models import HFModel
-from breakgraph.models.experts import LIVE_GROUPED_MM, TRITON, triton_refusals, watch_routing
-from packed_driver import PackedDriver, TokenSequence
+from breakgraph.models.experts import LIVE_GROUPED_MM, TRITON, triton_refusals
+from breakgraph.models.routing import watch_routing
+from packed_driver import CountingDriver, PackedDriver, TokenSequence
 from tiny_models import randomize, tiny_config
 
 MOE_NAMES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe")
@@ -38,16 +39,6 @@ def routed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
     monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._local_mapping, "grouped_mm", spy)
     return seen
-
-
-class CountingDriver(PackedDriver):
-    """Its steps carry the live token count on the device, as a runner's padded steps do."""
-
-    def prepare(self, work, padding, phase):  # type: ignore[no-untyped-def]
-        step, ids, positions = super().prepare(work, padding, phase)
-        count = torch.tensor([step.num_tokens], dtype=torch.int32, device=self.model.device)
-        named = {name: getattr(step, name) for name in AttentionStep.__dataclass_fields__}
-        return AttentionStep(**{**named, "num_tokens_gpu": count}), ids, positions
 
 
 @pytest.mark.parametrize("name", MOE_NAMES)

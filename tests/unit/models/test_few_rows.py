@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch._dynamo
+import torch._functorch.config
+import torch._inductor.config
 from torch import Tensor, fx, nn
 
 pytest.importorskip("triton")
@@ -14,12 +18,20 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from breakgraph.models import few_rows
+from breakgraph.attention import make_attention
+from breakgraph.models import HFModel, few_rows, fuse, fusion
+from breakgraph.models.expert_ops import added_experts, gated_experts
+from breakgraph.models.experts import TRITON
 from breakgraph.models.few_rows import MAX_ROWS, Tile, add_product, few_rows_product, gated_product, multiply, takes
+from breakgraph.models.norm_rope import norm_rope_pair
 from breakgraph.models.rewrites import BlockRewrites
+from breakgraph.models.top_k import top_k
+from packed_driver import CountingDriver, TokenSequence
+from tiny_models import tiny_model
 
 aten = torch.ops.aten
-DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 """Triton's interpreter cannot multiply bfloat16."""
 TILES = {
     "vector": Tile(4, 64, 4, 1, is_vector=True),
@@ -32,8 +44,8 @@ SHAPES = [(64, 96), (24, 130), (75, 33), (1, 1)]
 """Columns and width: of whole blocks, and not."""
 
 
-def random(*shape: int, device: torch.device, dtype: torch.dtype = DTYPE) -> Tensor:
-    return torch.randn(*shape).to(device, dtype)
+def random(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(*shape).to(DEVICE, dtype)
 
 
 def assert_product(out: Tensor, x: Tensor, weight: Tensor, before: Tensor | None = None) -> None:
@@ -59,20 +71,20 @@ def assert_gated(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
-def test_tiles_of_any_size_give_the_product(tile: Tile, shape: tuple[int, int], device: torch.device) -> None:
+def test_tiles_of_any_size_give_the_product(tile: Tile, shape: tuple[int, int]) -> None:
     num_columns, width = shape
     for num_rows in (1, 2, 3, 4) if tile.is_vector else (1, 2, 15, 16, 17, 33):
         for dtype in {DTYPE, torch.float16}:
-            wide = random(num_rows, width + 8, device=device, dtype=dtype)
-            x, weight = wide[:, 3 : width + 3], random(num_columns, width, device=device, dtype=dtype)
-            out = torch.full((num_rows, num_columns), float("nan"), device=device, dtype=dtype)
+            wide = random(num_rows, width + 8, dtype=dtype)
+            x, weight = wide[:, 3 : width + 3], random(num_columns, width, dtype=dtype)
+            out = torch.full((num_rows, num_columns), float("nan"), device=DEVICE, dtype=dtype)
             multiply(out, x, weight, tile=tile)
             assert_product(out, x, weight)
-            before = random(num_rows, num_columns, device=device, dtype=dtype)
+            before = random(num_rows, num_columns, dtype=dtype)
             out = before.clone()
             multiply(out, x, weight, add=True, tile=tile)
             assert_product(out, x, weight, before)
-            weight = random(2 * num_columns, width, device=device, dtype=dtype) / width**0.5
+            weight = random(2 * num_columns, width, dtype=dtype) / width**0.5
             multiply(out, x, weight, gated=True, tile=tile)
             assert_gated(out, x, weight)
 
@@ -80,11 +92,11 @@ def test_tiles_of_any_size_give_the_product(tile: Tile, shape: tuple[int, int], 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 15, 16, 17, 32, 64])
 @pytest.mark.parametrize(("num_columns", "width"), [(384, 256), (256, 768), (130, 72)])
 def test_the_operators_give_the_product_of_any_number_of_rows(
-    num_rows: int, num_columns: int, width: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+    num_rows: int, num_columns: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the limit of today, and all rows with the tiles that are there for more."""
-    x, weight = random(num_rows, width, device=device), random(num_columns, width, device=device)
-    before = random(1, num_rows, num_columns, device=device)
+    x, weight = random(num_rows, width), random(num_columns, width)
+    before = random(1, num_rows, num_columns)
     for limit in {MAX_ROWS, 64}:
         monkeypatch.setattr(few_rows, "MAX_ROWS", limit)
         out = few_rows_product(x, weight)
@@ -106,29 +118,29 @@ def test_the_operators_give_the_product_of_any_number_of_rows(
             torch.testing.assert_close(gated, (nn.functional.silu(gate) * up).to(x.dtype), rtol=1e-3, atol=1e-6)
 
 
-def test_rows_above_the_limit_and_other_dtypes_are_left_to_torch(device: torch.device) -> None:
-    weight = random(24, 16, device=device)
-    x = random(MAX_ROWS + 1, 16, device=device)
+def test_rows_above_the_limit_and_other_dtypes_are_left_to_torch() -> None:
+    weight = random(24, 16)
+    x = random(MAX_ROWS + 1, 16)
     assert takes(x[1:], weight)
     assert not takes(x, weight)
     assert not takes(x[:0], weight)
-    assert not takes(x[1:], random(16, 24, device=device).t())
-    assert not takes(random(16, 4, device=device).t(), weight)
+    assert not takes(x[1:], random(16, 24).t())
+    assert not takes(random(16, 4).t(), weight)
     assert not takes(x[1:].float(), weight.float())
     assert not takes(x[1:], weight.float())
     assert takes(x[1:].bfloat16(), weight.bfloat16())
-    for rows, other in ((x, weight), (random(16, 4, device=device).t(), weight), (x[1:].float(), weight.float())):
+    for rows, other in ((x, weight), (random(16, 4).t(), weight), (x[1:].float(), weight.float())):
         assert torch.equal(few_rows_product(rows, other), torch.mm(rows, other.t()))
-        total = torch.ones(1, len(rows), 24, device=device, dtype=rows.dtype)
+        total = torch.ones(1, len(rows), 24, device=DEVICE, dtype=rows.dtype)
         expected = total[0].addmm(rows, other.t())
         add_product(total, rows, other.t())
         assert torch.equal(total[0], expected)
 
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
-def test_a_row_has_its_bits_whatever_the_others_are(tile: Tile, device: torch.device) -> None:
-    x, weight = random(4, 200, device=device), random(40, 200, device=device)
-    out, other = (torch.empty(4, 40, device=device, dtype=x.dtype) for _ in range(2))
+def test_a_row_has_its_bits_whatever_the_others_are(tile: Tile) -> None:
+    x, weight = random(4, 200), random(40, 200)
+    out, other = (torch.empty(4, 40, device=DEVICE, dtype=x.dtype) for _ in range(2))
     multiply(out, x, weight, tile=tile)
     for row in (0, 3):
         strange = torch.full_like(x, float("nan"))
@@ -147,17 +159,15 @@ def test_every_number_of_rows_has_a_tile(columns: int, large: bool) -> None:
         assert not tile.is_vector or (num_rows <= 4 and tile.splits == 1)
 
 
-def test_captured_products_count_with_zeros_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:  # fmt: skip
-    x, weight = random(3, 64, device=device), random(48, 64, device=device)
+def test_captured_products_count_with_zeros_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = random(3, 64), random(48, 64)
     monkeypatch.setattr(few_rows, "_zeros", {})
     monkeypatch.setattr(few_rows, "_NUM_ZEROS", 10)
     few_rows.reserve_zeros(x.device)
     (zeros,) = few_rows._zeros.values()
 
     def product() -> None:
-        out = torch.empty(3, 48, device=device, dtype=x.dtype)
+        out = torch.empty(3, 48, device=DEVICE, dtype=x.dtype)
         multiply(out, x, weight, tile=TILES["split"])
         assert_product(out, x, weight)
 
@@ -175,14 +185,14 @@ def test_captured_products_count_with_zeros_of_their_own(
     assert not zeros.any()
 
 
-def test_a_linear_layer_computes_with_the_operator(device: torch.device) -> None:
-    layer = nn.Linear(64, 24, bias=False, device=device, dtype=DTYPE).requires_grad_(False)
+def test_a_linear_layer_computes_with_the_operator() -> None:
+    layer = nn.Linear(64, 24, bias=False, device=DEVICE, dtype=DTYPE).requires_grad_(False)
     names = list(layer.state_dict())
     assert few_rows.choose_by_rows(layer)
     assert isinstance(layer, nn.Linear)
     assert list(layer.state_dict()) == names
     for num_rows in (1, 5, MAX_ROWS + 1):
-        x = random(1, num_rows, 64, device=device)
+        x = random(1, num_rows, 64)
         out = layer(x)
         assert out.shape == (1, num_rows, 24)
         assert torch.equal(out[0], few_rows_product(x[0], layer.weight))
@@ -273,13 +283,11 @@ def with_no_batch(x: Tensor, weight: Tensor) -> Tensor:
     (gated_and_read, 1, 0, 0), (gated_by_itself, 1, 0, 0), (gated_otherwise, 1, 0, 0),
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
-def test_what_the_graph_of_a_block_gets(
-    fn: Function, products: int, sums: int, gates: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    weight = random(20, 48, device=device, dtype=dtype)
+def test_what_the_graph_of_a_block_gets(fn: Function, products: int, sums: int, gates: int, dtype: torch.dtype) -> None:
+    weight = random(20, 48, dtype=dtype)
     # Of no named sizes, as the joint weight of merged layers has in a block.
     module: fx.GraphModule = make_fx(lambda *args: fn(*args), select_decomp_table(), tracing_mode="symbolic")(
-        random(1, 37, 48, device=device, dtype=dtype), weight
+        random(1, 37, 48, dtype=dtype), weight
     )
     module.graph.eliminate_dead_code()  # as Inductor does ahead of passes
     BlockRewrites()(module.graph)
@@ -292,14 +300,77 @@ def test_what_the_graph_of_a_block_gets(
     assert targets.count(auto_functionalized) == sums
     assert targets.count(aten.mm.default) == 1 - sums - (products + gates) * is_half
     for num_rows in (37, 21):
-        x = random(1, num_rows, 48, device=device, dtype=dtype)
+        x = random(1, num_rows, 48, dtype=dtype)
         torch.testing.assert_close(module(x, weight), fn(x, weight), rtol=0.05, atol=0.1)
 
 
 def test_the_weight_is_given_to_the_operator_as_it_lies() -> None:
-    x, weight = random(1, 5, 32, device=torch.device("cpu")), random(16, 32, device=torch.device("cpu"))
+    x, weight = random(1, 5, 32), random(16, 32)
     module = make_fx(of_weight, select_decomp_table(), tracing_mode="symbolic")(x, weight)
     BlockRewrites()(module.graph)
     (node,) = module.graph.find_nodes(op="call_function", target=few_rows_product)
     assert node.args[1].op == "placeholder"
     assert not module.graph.find_nodes(op="call_function", target=aten.permute.default)
+
+
+def test_a_product_that_experts_add_is_part_of_no_sum() -> None:
+    weights = random(8, 6), random(3, 12, 8), random(3, 8, 6)
+
+    def block(x: Tensor, hidden: Tensor, index: Tensor, choice: Tensor, *weights: Tensor) -> Tensor:
+        weight, gate_up, down = weights
+        return nn.functional.linear(x, weight) + gated_experts(hidden, gate_up, down, index, choice, None)
+
+    def args_of(rows: int) -> tuple[Tensor, ...]:
+        index = torch.randint(3, (rows, 2), device=DEVICE)
+        return random(rows, 6), random(rows, 8), index, random(rows, 2), *weights
+
+    module = make_fx(block, select_decomp_table(), tracing_mode="symbolic")(*args_of(7))
+    BlockRewrites()(module.graph)
+    module.recompile()
+    targets = [node.target for node in module.graph.nodes]
+    assert targets.count(few_rows_product) == targets.count(added_experts) == 1
+    for rows in (7, 5):
+        args = args_of(rows)
+        torch.testing.assert_close(module(*args), block(*args), rtol=0.05, atol=0.1)
+
+
+@pytest.fixture
+def rewritten(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[object]]:
+    """Inductor compiles what is fused, on a CPU too. The operators of all graphs behind the rewrites."""
+    torch._dynamo.reset()
+    options, block, inner = fusion._inductor_options(), fusion._CompiledBlock, BlockRewrites.__call__
+    found: Counter[object] = Counter()
+
+    def spy(self: BlockRewrites, graph: fx.Graph) -> None:
+        inner(self, graph)
+        for node in graph.find_nodes(op="call_function", target=auto_functionalized):
+            found[node.args[0]] += 1
+        found.update(node.target for node in graph.nodes if node.op == "call_function")
+
+    monkeypatch.setattr(BlockRewrites, "__call__", spy)
+    monkeypatch.setattr(fusion, "_CompiledBlock", lambda module, *_: block(module, "inductor", options))
+    # What is cached was rewritten earlier.
+    no_cache = torch._inductor.config.patch(fx_graph_cache=False)
+    with no_cache, torch._functorch.config.patch(enable_autograd_cache=False):
+        yield found
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("qwen3", {norm_rope_pair: 1, few_rows_product: 2, gated_product: 1, add_product: 1}),
+    ("qwen3_moe", {norm_rope_pair: 1, few_rows_product: 3, top_k: 1, added_experts: 1}),
+])  # fmt: skip
+def test_all_rewrites_of_a_block_stand_side_by_side(
+    name: str, expected: dict[object, int], rewritten: Counter[object]
+) -> None:  # fmt: skip
+    logits = []
+    for fused in (False, True):
+        experts = TRITON if name == "qwen3_moe" else "batched_mm"
+        model = HFModel(tiny_model(name, "breakgraph", experts=experts).to(DEVICE, torch.float16), name)
+        if fused:
+            fuse(model)
+        driver = CountingDriver(model, make_attention("sdpa", DEVICE, torch.float16, model.layers))
+        logits.append(torch.cat(driver.step([(TokenSequence([1, 5, 9]), 3)], padding=2)))
+    assert (logits[0] - logits[1]).abs().max() <= 0.01 * logits[0].abs().max()
+    ours = (norm_rope_pair, few_rows_product, gated_product, add_product, top_k, added_experts, gated_experts)
+    left = (aten.mm.default, aten.addmm.default, aten.topk.default)
+    assert {target: rewritten[target] for target in (*ours, *left) if rewritten[target]} == expected

@@ -104,6 +104,19 @@ def test_a_replaced_weight_is_noticed() -> None:
             plan.replay()
 
 
+def test_blocks_stay_compiled_when_a_scan_has_seen_them() -> None:
+    """Dynamo skips code for good that it once met under a mode."""
+    driver = driver_of("llama", fused=True)
+    step, ids, positions = driver.prepare([(TokenSequence(tokens(20)), 8)], 0, "prefill")
+    inputs = [torch.tensor(values) for values in (ids, positions)]
+    with torch.no_grad(), PlanFamily("cpu") as family, use_step(driver.attention.plan(step)):
+        plan = family.capture(lambda: driver.model.forward(*inputs, torch.arange(8)), on_hazard="raise")
+        assert torch.equal(plan.replay(), driver.model.forward(*inputs, torch.arange(8)))
+    traced = counters["stats"]["unique_graphs"]
+    driver.step([(TokenSequence(tokens(1)), 1)])  # traced anew, where anything is: for a single row
+    assert counters["stats"]["unique_graphs"] > traced > 0
+
+
 def test_a_model_without_a_list_of_layers_is_refused() -> None:
     model = HFModel(tiny_model("llama", "breakgraph"), "llama")
     model.module.model.layers = nn.Sequential(*model.module.model.layers)

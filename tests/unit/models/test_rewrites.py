@@ -14,6 +14,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from breakgraph.models.expert_ops import added_experts, gated_experts
 from breakgraph.models.norm_rope import norm_rope, norm_rope_pair
 from breakgraph.models.rewrites import BlockRewrites
 
@@ -203,7 +204,20 @@ def spread(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return (total[:, :1] + 1) + (left @ right).view(total.shape)
 
 
+def in_wider_rows(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return (total.view(1, 4, 14) + 1) + (left @ right).view(1, 4, 14)
+
+
+def one_row_for_all(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return (total + 1) + (left[:1] @ right)
+
+
+def in_another_type(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return (total.double() + 1) + (left @ right).view(total.shape)
+
+
 @pytest.mark.parametrize(("fn", "found"), [
+    (in_wider_rows, 0), (one_row_for_all, 0), (in_another_type, 0),
     (with_product, 1), (product_first, 1), (an_argument, 0), (read_afterwards, 0), (seen_by_a_view, 0), (given_out, 0),
     (read_twice, 0), (spread, 0),
 ])  # fmt: skip
@@ -217,3 +231,79 @@ def test_products_are_added_in_place_where_nobody_sees(fn: Function, found: int)
     before = [arg.clone() for arg in args]
     torch.testing.assert_close(module(*args), fn(*args), rtol=1e-2, atol=1e-2)
     assert all(torch.equal(arg, old) for arg, old in zip(args, before, strict=True))
+
+
+Experts = Callable[[Tensor], Tensor]
+
+
+def behind(residual: Tensor, x: Tensor, experts: Experts) -> Tensor:
+    return residual + experts(x).reshape(residual.shape)
+
+
+def in_front(residual: Tensor, x: Tensor, experts: Experts) -> Tensor:
+    return (experts(x).view(residual.shape) + residual * 2).tanh()
+
+
+def added_again_and_read(residual: Tensor, x: Tensor, experts: Experts) -> Tensor:
+    total = residual + experts(x).view(residual.shape)
+    return (total + 1) * total
+
+
+def with_shared(residual: Tensor, x: Tensor, experts: Experts) -> Tensor:
+    return residual + (experts(x) + x.sin()).reshape(residual.shape)
+
+
+def experts_read_twice(residual: Tensor, x: Tensor, experts: Experts) -> Tensor:
+    parts = experts(x)
+    return (residual + parts.view(residual.shape)) * parts.view(residual.shape)
+
+
+def to_itself(residual: Tensor, x: Tensor, experts: Experts) -> Tensor:
+    parts = experts(x).view(residual.shape)
+    return parts + parts
+
+
+def a_number(residual: Tensor, x: Tensor, experts: Experts) -> Tensor:
+    return experts(x) + 1.5
+
+
+def weighted(residual: Tensor, x: Tensor, experts: Experts) -> Tensor:
+    return torch.add(residual, experts(x).view(residual.shape), alpha=2)
+
+
+def of_another_dtype(residual: Tensor, x: Tensor, experts: Experts) -> Tensor:
+    return residual.float() + experts(x).view(residual.shape)
+
+
+def one_row_for_all(residual: Tensor, x: Tensor, experts: Experts) -> Tensor:
+    return residual[:, :1] + experts(x).view(residual.shape)
+
+
+def given_out_alone(residual: Tensor, x: Tensor, experts: Experts) -> Tensor:
+    return experts(x)
+
+
+@pytest.mark.parametrize("num_live", [None, 4])
+@pytest.mark.parametrize(("fn", "found"), [
+    (behind, 1), (in_front, 1), (added_again_and_read, 1), (with_shared, 0), (experts_read_twice, 0), (to_itself, 0),
+    (a_number, 0), (weighted, 0), (of_another_dtype, 0), (one_row_for_all, 0), (given_out_alone, 0),
+])  # fmt: skip
+def test_experts_add_what_is_added_to_them_alone(
+    fn: Callable[[Tensor, Tensor, Experts], Tensor], found: int, num_live: int | None
+) -> None:
+    live = [] if num_live is None else [torch.tensor([num_live], dtype=torch.int32, device=DEVICE)]
+    weights = random(3, 12, 8), random(3, 8, 6), *live
+
+    def block(residual: Tensor, x: Tensor, index: Tensor, choice: Tensor, *rest: Tensor) -> Tensor:
+        gate_up, down, *live = rest
+        return fn(residual, x, lambda x: gated_experts(x, gate_up, down, index, choice, live[0] if live else None))
+
+    def args_of(rows: int) -> tuple[Tensor, ...]:
+        index = torch.randint(3, (rows, 2), device=DEVICE)
+        return random(1, rows, 8), random(rows, 8), index, random(rows, 2), *weights
+
+    module = rewritten(block, *args_of(7))
+    assert (count(module, added_experts), count(module, gated_experts)) == (found, 1 - found)
+    for rows in (7, 5):
+        args = args_of(rows)
+        assert torch.equal(module(*args), block(*args))

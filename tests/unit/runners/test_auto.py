@@ -126,6 +126,54 @@ def test_the_size_up_to_which_full_graphs_win_is_found(
     assert len(timed) <= 4
 
 
+def test_a_full_graph_has_to_be_a_little_faster(
+    make: Callable[..., Choosing], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    answer(monkeypatch, {"full": 0.996, "breakable": 1.0}, {"full": 0.98, "breakable": 1.0}, SLOW)
+    side = make()
+    side.limit_pool(1 << 40)
+    side.runner.choose()
+    assert {size: side.runner._has_breaks(size) for size in (4, 8, 16)} == {4: False, 8: True, 16: True}
+
+
+def test_a_full_graph_that_was_not_timed_and_fails_is_captured_with_breaks(
+    make: Callable[..., Choosing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, FAST)
+    side = make()
+    side.limit_pool(1 << 40)
+    forward = side.runner.forward
+
+    @eager_on_graph
+    def read(x: torch.Tensor) -> None:
+        x.sum().item()
+
+    def reading_in_small_steps(fields: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if len(fields["slot_mapping"]) < 16:
+            read(fields["slot_mapping"])
+        return forward(fields)
+
+    side.runner.forward = reading_in_small_steps
+    side.runner.capture()
+    notes = side.chosen()
+    assert notes[16][1] == 0
+    assert all("breakable (no full graph: " in notes[size][0] for size in (4, 8))
+    side.check([2, 3])
+
+
+def test_request_slots_are_filled_for_full_graphs_only(
+    make: Callable[..., Choosing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, SLOW, FAST, FAST)
+    side = make()
+    side.limit_pool(1 << 40)
+    side.runner.capture()
+    for size, expected in ((16, [1, 1, 1]), (8, [8, 0, 0])):  # ones are the poison
+        side.runner.poison_inputs(size)
+        side.check([size])
+        assert side.runner._buffers.views(size)["seq_lens"].tolist() == expected
+
+
 def test_decode_chooses_too(make: Callable[..., Choosing], monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, SLOW, FAST)
     side = make(AutoDecodeRunner, make_decode_spec(buckets=(2, 4)))

@@ -52,6 +52,18 @@ def test_unused_request_slots_are_sentinels_by_hand() -> None:
     }
 
 
+def test_the_last_fields_may_be_left_as_they_are() -> None:
+    spec, last = make_prefill_spec(request_slots=3), frozenset({"cu_seqlens_q", "seq_lens", "block_tables"})
+    buffers, whole = poisoned(spec), poisoned(spec)
+    for _ in range(2):
+        views = buffers.load(make_batch([(3, 1), (0, 5)], first_token=10), 8, last)
+        expected = whole.load(make_batch([(3, 1), (0, 5)], first_token=10), 8)
+        for name, view in views.items():
+            assert (view == (GARBAGE if name in last else expected[name])).all(), name
+    with pytest.raises(AssertionError, match="are not the last fields"):
+        buffers.load(make_batch([(3, 1)]), 8, frozenset({"positions"}))
+
+
 def test_decode_padding_by_hand() -> None:
     views = poisoned(make_decode_spec()).load(make_batch([(3, 1), (4, 1), (0, 1)], first_token=10), 4)
     assert {name: view.tolist() for name, view in views.items()} == {
