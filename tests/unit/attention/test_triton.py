@@ -28,10 +28,10 @@ from breakgraph.attention.triton import TritonAttention
 from breakgraph.attention.triton_ops import Tile
 from breakgraph.errors import ConfigError
 from breakgraph.graph import PlanFamily
+from triton_device import DEVICE
 from unit.attention.ragged import LAYERS, MISTAKES, PLAIN, SINKS, RaggedBatch, ragged_batch, with_changes
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+ON_GPU = DEVICE.type == "cuda"
 HALF = torch.bfloat16 if ON_GPU else torch.float16
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 MIXED = {"q_lens": [9, 1, 4, 6, 1], "cached_lens": [0, 17, 8, 13, 0]}

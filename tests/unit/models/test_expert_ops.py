@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 from breakgraph.models import expert_groups, expert_ops
 from breakgraph.models.expert_groups import group as group_pairs
 from breakgraph.models.expert_ops import Tile, Tiles, added_experts, gated_experts
+from triton_device import DEVICE
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_EXPERTS, TOP_K, WIDTH, INNER = 5, 2, 24, 20
 
 

@@ -27,6 +27,7 @@ from breakgraph.models.routing import watch_routing
 from breakgraph.runners import DecodeRunner, PrefillRunner, Runner
 from packed_driver import CountingDriver, PackedDriver, TokenSequence
 from tiny_models import VOCAB_SIZE, tiny_model
+from triton_device import DEVICE
 from unit.runners.fakes import make_batch, make_decode_spec, make_prefill_spec
 
 Seen = list[tuple[Tensor, int]]
@@ -38,8 +39,8 @@ def _fresh_dynamo() -> None:
     counters.clear()
 
 
-def model_of(name: str, fused: bool, device: torch.device | None = None) -> HFModel:
-    model = HFModel(tiny_model(name, "breakgraph", experts=TRITON).to(device), name)
+def model_of(name: str, fused: bool) -> HFModel:
+    model = HFModel(tiny_model(name, "breakgraph", experts=TRITON).to(DEVICE), name)
     if fused:
         fuse(model)
     return model
@@ -47,7 +48,7 @@ def model_of(name: str, fused: bool, device: torch.device | None = None) -> HFMo
 
 def driver_of(name: str, fused: bool, driver: type[PackedDriver] = CountingDriver) -> PackedDriver:
     model = model_of(name, fused)
-    return driver(model, make_attention("sdpa", "cpu", torch.float32, model.layers))
+    return driver(model, make_attention("sdpa", DEVICE, torch.float32, model.layers))
 
 
 def tokens(count: int) -> list[int]:
@@ -108,8 +109,8 @@ def test_numbers_and_routing_are_those_of_the_plain_model(name: str, driver: typ
     assert reasons == []
 
 
-def runner_of(model: HFModel, phase: str, family: PlanFamily, device: torch.device) -> Runner:
-    attention = make_attention("sdpa", device, torch.float32, model.layers, block_size=4)
+def runner_of(model: HFModel, phase: str, family: PlanFamily) -> Runner:
+    attention = make_attention("sdpa", DEVICE, torch.float32, model.layers, block_size=4)
     PackedDriver(model, attention)  # binds it to a cache
     runner_class, spec = {
         "prefill": (PrefillRunner, make_prefill_spec(max_num_batched_tokens=8, buckets=(4, 8))),
@@ -119,15 +120,15 @@ def runner_of(model: HFModel, phase: str, family: PlanFamily, device: torch.devi
     def forward(fields: Any) -> Tensor:
         return model.forward(fields["input_ids"], fields["positions"], fields["logits_rows"])
 
-    return runner_class(spec, make_backend("breakable", family), forward, attention, device)
+    return runner_class(spec, make_backend("breakable", family), forward, attention, DEVICE)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_captured_steps_of_one_bucket_have_live_rows_of_their_own(phase: str, device: torch.device) -> None:
+def test_captured_steps_of_one_bucket_have_live_rows_of_their_own(phase: str) -> None:
     steps = ((5, 2), (3,), (8,)) if phase == "prefill" else ((1, 1), (1,), (1, 1, 1, 1))
-    with PlanFamily(device) as family:
-        models = (model_of("qwen3_moe", fused, device) for fused in (False, True))
-        plain, fused = (runner_of(model, phase, family, device) for model in models)
+    with PlanFamily(DEVICE) as family:
+        models = (model_of("qwen3_moe", fused) for fused in (False, True))
+        plain, fused = (runner_of(model, phase, family) for model in models)
         plain.allocate()
         fused.allocate()
         fused.warm_up()
@@ -147,8 +148,8 @@ def test_captured_steps_of_one_bucket_have_live_rows_of_their_own(phase: str, de
 def test_a_scan_finds_nothing_in_compiled_blocks() -> None:
     driver = driver_of("qwen3_moe", True)
     step, ids, positions = driver.prepare([(TokenSequence(tokens(3)), 3)], 2, "prefill")
-    inputs = [torch.tensor(values) for values in (ids, positions, range(5))]
-    with torch.no_grad(), PlanFamily("cpu") as family, use_step(driver.attention.plan(step)):
+    inputs = [torch.tensor(values, device=DEVICE) for values in (ids, positions, range(5))]
+    with torch.no_grad(), PlanFamily(DEVICE) as family, use_step(driver.attention.plan(step)):
         plan = family.capture(lambda: driver.model.forward(*inputs), on_hazard="raise")
         assert torch.equal(plan.replay(), driver.model.forward(*inputs))
 

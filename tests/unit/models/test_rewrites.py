@@ -17,8 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from breakgraph.models.expert_ops import added_experts, gated_experts
 from breakgraph.models.norm_rope import norm_rope, norm_rope_pair
 from breakgraph.models.rewrites import BlockRewrites
+from triton_device import DEVICE
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEAD_DIM = 16
 Function = Callable[..., Tensor]
 

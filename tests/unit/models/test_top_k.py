@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from breakgraph.models.rewrites import BlockRewrites
 from breakgraph.models.top_k import top_k
+from triton_device import DEVICE
 
 NUM_EXPERTS = 24
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -22,9 +23,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(5, 128, 8), (3, 60, 4), (1, 7, 7), (9, 1000, 6), (2, 1, 1)])
-def test_the_largest_come_first(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+def test_the_largest_come_first(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     num_rows, num_columns, k = shape
-    wide = torch.randn(num_rows, num_columns + 3).to(device, dtype)
+    wide = torch.randn(num_rows, num_columns + 3).to(DEVICE, dtype)
     for x in (wide[:, 2 : num_columns + 2], wide[:, :num_columns].t().contiguous().t()):
         values, indices = top_k(x, k, False)
         assert torch.equal(values, x.topk(k).values)
@@ -35,23 +36,23 @@ def test_the_largest_come_first(shape: tuple[int, int, int], dtype: torch.dtype,
         torch.testing.assert_close(expected.gather(1, indices), values)
 
 
-def test_equal_ones_go_by_their_columns_and_no_column_is_taken_twice(device: torch.device) -> None:
+def test_equal_ones_go_by_their_columns_and_no_column_is_taken_twice() -> None:
     low = float("-inf")
-    x = torch.tensor([[1.0, 2.0, 2.0, 1.0], [low, low, low, low], [low, 0.0, low, low]], device=device)
+    x = torch.tensor([[1.0, 2.0, 2.0, 1.0], [low, low, low, low], [low, 0.0, low, low]], device=DEVICE)
     values, indices = top_k(x, 3, False)
     assert indices.tolist() == [[1, 2, 0], [0, 1, 2], [1, 0, 2]]
     assert values.tolist() == [[2.0, 2.0, 1.0], [low] * 3, [0.0, low, low]]
 
 
-def test_signs_and_sizes_are_in_order(device: torch.device) -> None:
-    x = torch.tensor([[-2.0, -0.0, 1e-40, 0.0, 3e38, -1e-40, float("inf"), -3e38, float("-inf"), 7.0]], device=device)
+def test_signs_and_sizes_are_in_order() -> None:
+    x = torch.tensor([[-2.0, -0.0, 1e-40, 0.0, 3e38, -1e-40, float("inf"), -3e38, float("-inf"), 7.0]], device=DEVICE)
     values, indices = top_k(x, 10, False)
     assert indices.tolist() == [[6, 4, 9, 2, 1, 3, 5, 0, 7, 8]]
     assert values.tolist() == x.gather(1, indices).tolist()
 
 
-def test_nan_is_the_largest(device: torch.device) -> None:
-    x = torch.tensor([[3.0, float("inf"), float("nan"), 5.0]], device=device)
+def test_nan_is_the_largest() -> None:
+    x = torch.tensor([[3.0, float("inf"), float("nan"), 5.0]], device=DEVICE)
     values, indices = top_k(x, 2, False)
     assert indices.tolist() == [[2, 1]]
     assert values[0, 0].isnan()
@@ -59,8 +60,8 @@ def test_nan_is_the_largest(device: torch.device) -> None:
     assert top_k(x[:, [0, 2, 3]], 2, True)[0].isnan().all()
 
 
-def test_no_rows(device: torch.device) -> None:
-    values, indices = top_k(torch.empty(0, 8, device=device), 2, True)
+def test_no_rows() -> None:
+    values, indices = top_k(torch.empty(0, 8, device=DEVICE), 2, True)
     assert values.shape == indices.shape == (0, 2)
 
 
@@ -112,8 +113,8 @@ def of_many(logits: Tensor) -> tuple[Tensor, Tensor]:
     (of_softmax, True), (softmax_of, False), (of_softmax_that_is_read, False), (of_softmax_over_tokens, False),
     (of_something_like_it, False), (of_the_smallest, None), (of_tokens, None), (of_groups, None), (of_many, None),
 ])  # fmt: skip
-def test_what_the_graph_of_a_block_gets(route: Route, softmax: bool | None, device: torch.device) -> None:
-    x = (torch.randn(6 * NUM_EXPERTS, device=device) * 2).half()
+def test_what_the_graph_of_a_block_gets(route: Route, softmax: bool | None) -> None:
+    x = (torch.randn(6 * NUM_EXPERTS, device=DEVICE) * 2).half()
     module: fx.GraphModule = make_fx(
         lambda x: route(x.view(-1, NUM_EXPERTS)), select_decomp_table(), tracing_mode="symbolic"
     )(x)  # fmt: skip
@@ -124,7 +125,7 @@ def test_what_the_graph_of_a_block_gets(route: Route, softmax: bool | None, devi
     assert found == ([] if softmax is None else [softmax])
     assert softmax is not True or not module.graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default)
     for num_tokens in (6, 9):
-        x = torch.randn(num_tokens * NUM_EXPERTS, device=device).half()
+        x = torch.randn(num_tokens * NUM_EXPERTS, device=DEVICE).half()
         got, expected = module(x), route(x.view(-1, NUM_EXPERTS))
         # Without sorted=True any order is right, and so is either of two equal ones.
         torch.testing.assert_close(got[0].sort().values, expected[0].sort().values, rtol=1e-3, atol=1e-3)

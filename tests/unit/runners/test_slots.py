@@ -12,6 +12,7 @@ from breakgraph.attention import make_attention
 from breakgraph.backends import make_backend
 from breakgraph.graph import PlanFamily
 from breakgraph.runners import Runner, SlottedPrefillRunner
+from triton_device import DEVICE
 from unit.runners.fakes import NUM_BLOCKS, make_prefill_spec
 from unit.runners.test_runner_graph import new_requests
 from unit.runners.toy_model import LAYERS, ToyModel, ToyRequest, new_cache, next_step
@@ -45,9 +46,7 @@ class Side:
         self.family.close()
 
 
-# Without a GPU, triton runs in its interpreter.
-TRITON_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PAIRS = [*(("sdpa", device) for device in sorted({"cpu", TRITON_DEVICE})), ("triton", TRITON_DEVICE)]
+PAIRS = [*(("sdpa", device) for device in sorted({"cpu", DEVICE.type})), ("triton", DEVICE.type)]
 
 
 @pytest.fixture(params=PAIRS, ids="-".join)
