@@ -88,8 +88,10 @@ def fuse(model: HFModel) -> None:
     backend = "inductor" if model.device.type == "cuda" else "eager"
     options = None
     if backend == "inductor":
+        from breakgraph.models.few_rows import choose_by_rows
+
         options = _inductor_options()
-        _choose_kernels(model)
+        choose_by_rows(model.module.get_output_embeddings())  # it lies behind the blocks, where no rewrite finds it
     for block in blocks:
         block.forward = _CompiledBlock(block, backend, options)
     logger.info(
@@ -103,14 +105,6 @@ def _inductor_options() -> dict[str, Any]:
     from breakgraph.models.rewrites import BlockRewrites
 
     return {"post_grad_custom_pre_pass": BlockRewrites()}
-
-
-def _choose_kernels(model: HFModel) -> None:
-    """For products: the head lies behind the blocks, where no rewrite finds it."""
-    from breakgraph.models.few_rows import choose_by_rows, reserve_zeros
-
-    reserve_zeros(model.device)
-    choose_by_rows(model.module.get_output_embeddings())
 
 
 def _blocks(model: HFModel) -> list[torch.nn.Module]:

@@ -6,8 +6,7 @@ They look for arithmetic, not for models. What they do not recognise stays Induc
   Queries with keys, in one kernel.
 - A sum with a matrix product that nobody else reads is added up in the product, in place.
 - What is added to the result of a mixture's experts is added where they combine their parts.
-- Other products with a weight, and what gates one half by the other, are left to operators that have kernels for few
-  rows.
+- Other products with a weight are left to an operator that has kernels for few rows.
 - The largest few of short rows, with the softmax of the rows where only they are read: Inductor calls a sort.
 """
 
@@ -35,7 +34,7 @@ from breakgraph.models import few_rows as few_rows_file
 from breakgraph.models import norm_rope as norm_rope_file
 from breakgraph.models import top_k as top_k_file
 from breakgraph.models.expert_ops import added_experts, gated_experts
-from breakgraph.models.few_rows import DTYPES, add_product, few_rows_product, gated_product
+from breakgraph.models.few_rows import DTYPES, add_product, few_rows_product
 from breakgraph.models.norm_rope import norm_rope, norm_rope_pair
 from breakgraph.models.top_k import MAX_COLUMNS, MAX_K, top_k
 
@@ -45,7 +44,6 @@ _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 # Known before the first graph is lowered: what it updates is then computed once, and not again by whoever reads it.
 make_fallback(add_product, warn=False)
 make_fallback(few_rows_product, warn=False)
-make_fallback(gated_product, warn=False)
 
 
 class BlockRewrites(CustomGraphPass):
@@ -113,37 +111,6 @@ def _replace_heads(
         return heads.transpose(1, 2)
 
     match.replace_by_example(replacement, [x, weight, cos, sin])
-
-
-def _gated_pattern() -> Any:
-    """silu(gate) * up [1, T, N] of the halves of a product."""
-    turned = CallFunction(aten.permute.default, KeywordArg("weight"), [1, 0])
-    product = CallFunction(aten.mm.default, KeywordArg("x"), turned)
-    rows = CallFunction(_RESHAPES, product, [1, KeywordArg("tokens"), KeywordArg("both")])
-    sizes = [KeywordArg("gates"), KeywordArg("ups")]
-    halves = CallFunction(aten.split_with_sizes.default, rows, sizes, KeywordArg("dim"), _users=2)
-    gate = CallFunction(getitem, halves, 0)
-    wide = CallFunction(prims.convert_element_type.default, gate, torch.float32, _users=2)
-    power = CallFunction(aten.exp.default, CallFunction(aten.neg.default, wide))
-    silu = CallFunction(aten.div.Tensor, wide, CallFunction(aten.add.Tensor, power, 1))
-    narrow = CallFunction(prims.convert_element_type.default, silu, KeywordArg("dtype"))
-    return CallFunction(aten.mul.Tensor, narrow, CallFunction(getitem, halves, 1))
-
-
-def _is_gated(match: Match) -> bool:
-    """Halves are halves of each row, in a dtype that the operator is for."""
-    x, weight, dtype = (match.kwargs[name] for name in ("x", "weight", "dtype"))
-    halves = match.kwargs["gates"] == match.kwargs["ups"] and match.kwargs["dim"] in (-1, 2)
-    return bool(halves and _is_argument(weight) and dtype == x.meta["val"].dtype and dtype in DTYPES)
-
-
-@register_graph_pattern(_gated_pattern(), extra_check=_is_gated, pass_dict=_patterns)
-def _replace_gated(match: Match, x: fx.Node, weight: fx.Node, **_: Any) -> None:
-    def replacement(x: Tensor, weight: Tensor) -> Tensor:
-        rows: Tensor = gated_product(x, weight)
-        return rows[None]
-
-    match.replace_by_example(replacement, [x, weight])
 
 
 def _turn_together(graph: fx.Graph) -> None:

@@ -13,6 +13,7 @@ from breakgraph.models.experts import LIVE_GROUPED_MM, TRITON, triton_refusals
 from breakgraph.models.routing import watch_routing
 from packed_driver import CountingDriver, PackedDriver, TokenSequence
 from tiny_models import randomize, tiny_config
+from triton_device import DEVICE
 
 MOE_NAMES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe")
 
@@ -86,16 +87,16 @@ def test_a_step_of_another_size_is_a_bug(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MOE_NAMES if name != "gpt_oss"])
-def test_our_kernels_give_the_logits_of_the_model(name: str, device: torch.device) -> None:
+def test_our_kernels_give_the_logits_of_the_model(name: str) -> None:
     """In float32, padded too; where there is no GPU in Triton's interpreter."""
     pytest.importorskip("triton")
     tokens = torch.randint(96, (9,), generator=torch.Generator().manual_seed(0)).tolist()
     logits = {}
     for experts in (TRITON, "batched_mm"):
         torch.manual_seed(0)
-        model = moe_model(name, device, experts, torch.float32)
+        model = moe_model(name, DEVICE, experts, torch.float32)
         for padding, driver_class in ((0, PackedDriver), (7, CountingDriver)):
-            driver = driver_class(model, make_attention("sdpa", device, torch.float32, model.layers))
+            driver = driver_class(model, make_attention("sdpa", DEVICE, torch.float32, model.layers))
             (logits[experts, padding],) = driver.step([(TokenSequence(tokens), 9)], padding=padding)
     for padding in (0, 7):
         torch.testing.assert_close(logits[TRITON, padding], logits["batched_mm", 0], rtol=1e-3, atol=1e-3)

@@ -22,24 +22,18 @@ from breakgraph.attention import make_attention
 from breakgraph.models import HFModel, few_rows, fuse, fusion
 from breakgraph.models.expert_ops import added_experts, gated_experts
 from breakgraph.models.experts import TRITON
-from breakgraph.models.few_rows import MAX_ROWS, Tile, add_product, few_rows_product, gated_product, multiply, takes
+from breakgraph.models.few_rows import MAX_ROWS, Tile, add_product, few_rows_product, multiply, takes, tile_for
 from breakgraph.models.norm_rope import norm_rope_pair
 from breakgraph.models.rewrites import BlockRewrites
 from breakgraph.models.top_k import top_k
 from packed_driver import CountingDriver, TokenSequence
 from tiny_models import tiny_model
+from triton_device import DEVICE
 
 aten = torch.ops.aten
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 """Triton's interpreter cannot multiply bfloat16."""
-TILES = {
-    "vector": Tile(4, 64, 4, 1, is_vector=True),
-    "small": Tile(16, 32, 2, 3),
-    "wide": Tile(32, 128, 4, 4),
-    "split": Tile(16, 32, 4, 4, splits=2),
-    "more splits than blocks": Tile(64, 32, 4, 3, splits=7),
-}
+TILES = {"small": Tile(16, 32, 2, 3), "wide": Tile(32, 128, 4, 4)}
 SHAPES = [(64, 96), (24, 130), (75, 33), (1, 1)]
 """Columns and width: of whole blocks, and not."""
 
@@ -57,23 +51,11 @@ def assert_product(out: Tensor, x: Tensor, weight: Tensor, before: Tensor | None
     assert ((out.double() - expected).abs() <= slack).all()
 
 
-def assert_gated(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """silu(gate) * up without a rounding in between."""
-    x, halves = x.double(), weight.double().chunk(2)
-    gate, up = (x @ half.t() for half in halves)
-    expected = gate * gate.sigmoid() * up
-    most_gate, most_up = (x.abs() @ half.abs().t() for half in halves)
-    slack = 2e-6 * (1.1 * most_gate * up.abs() + gate.abs() * most_up)
-    slack += torch.finfo(out.dtype).eps * expected.abs() / 1.9 + torch.finfo(out.dtype).smallest_normal
-    assert out.isfinite().all()
-    assert ((out.double() - expected).abs() <= slack).all()
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 def test_tiles_of_any_size_give_the_product(tile: Tile, shape: tuple[int, int]) -> None:
     num_columns, width = shape
-    for num_rows in (1, 2, 3, 4) if tile.is_vector else (1, 2, 15, 16, 17, 33):
+    for num_rows in (1, 2, 15, 16, 17, 32):
         for dtype in {DTYPE, torch.float16}:
             wide = random(num_rows, width + 8, dtype=dtype)
             x, weight = wide[:, 3 : width + 3], random(num_columns, width, dtype=dtype)
@@ -84,38 +66,22 @@ def test_tiles_of_any_size_give_the_product(tile: Tile, shape: tuple[int, int]) 
             out = before.clone()
             multiply(out, x, weight, add=True, tile=tile)
             assert_product(out, x, weight, before)
-            weight = random(2 * num_columns, width, dtype=dtype) / width**0.5
-            multiply(out, x, weight, gated=True, tile=tile)
-            assert_gated(out, x, weight)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 15, 16, 17, 32, 64])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 16, MAX_ROWS, MAX_ROWS + 1])
 @pytest.mark.parametrize(("num_columns", "width"), [(384, 256), (256, 768), (130, 72)])
-def test_the_operators_give_the_product_of_any_number_of_rows(
-    num_rows: int, num_columns: int, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the limit of today, and all rows with the tiles that are there for more."""
+def test_the_operators_give_the_product_of_any_number_of_rows(num_rows: int, num_columns: int, width: int) -> None:
     x, weight = random(num_rows, width), random(num_columns, width)
-    before = random(1, num_rows, num_columns)
-    for limit in {MAX_ROWS, 64}:
-        monkeypatch.setattr(few_rows, "MAX_ROWS", limit)
-        out = few_rows_product(x, weight)
-        assert out.is_contiguous()
-        if not takes(x, weight):
-            assert torch.equal(out, torch.mm(x, weight.t()))
-        else:
-            assert_product(out, x, weight)
-            total = before.clone()
-            add_product(total, x, weight.t())
-            assert_product(total[0], x, weight, before[0])
-        halves = weight / width**0.5
-        gated = gated_product(x, halves)
-        assert gated.is_contiguous()
-        if takes(x, halves):
-            assert_gated(gated, x, halves)
-        else:
-            gate, up = torch.mm(x, halves.t()).float().chunk(2, -1)
-            torch.testing.assert_close(gated, (nn.functional.silu(gate) * up).to(x.dtype), rtol=1e-3, atol=1e-6)
+    out, before = few_rows_product(x, weight), random(1, num_rows, num_columns)
+    assert out.is_contiguous()
+    total = before.clone()
+    add_product(total, x, weight.t())
+    if num_rows in (0, MAX_ROWS + 1):
+        assert torch.equal(out, torch.mm(x, weight.t()))
+        assert torch.equal(total[0], before[0].addmm(x, weight.t()))
+    else:
+        assert_product(out, x, weight)
+        assert_product(total[0], x, weight, before[0])
 
 
 def test_rows_above_the_limit_and_other_dtypes_are_left_to_torch() -> None:
@@ -137,52 +103,37 @@ def test_rows_above_the_limit_and_other_dtypes_are_left_to_torch() -> None:
         assert torch.equal(total[0], expected)
 
 
-@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
-def test_a_row_has_its_bits_whatever_the_others_are(tile: Tile) -> None:
-    x, weight = random(4, 200), random(40, 200)
-    out, other = (torch.empty(4, 40, device=DEVICE, dtype=x.dtype) for _ in range(2))
-    multiply(out, x, weight, tile=tile)
-    for row in (0, 3):
+@pytest.mark.parametrize("num_rows", [2, 17, MAX_ROWS])
+def test_a_row_has_its_bits_whatever_the_others_are(num_rows: int) -> None:
+    x, weight = random(num_rows, 200), random(40, 200)
+    out = few_rows_product(x, weight)
+    for row in (0, num_rows - 1):
         strange = torch.full_like(x, float("nan"))
         strange[row] = x[row]
-        multiply(other, strange, weight, tile=tile)
-        assert torch.equal(other[row], out[row])
-    multiply(other, x, weight, tile=tile)
-    assert torch.equal(other, out)
+        assert torch.equal(few_rows_product(strange, weight)[row], out[row])
+    assert torch.equal(few_rows_product(x.flip(0), weight), out.flip(0))
+    assert torch.equal(few_rows_product(x, weight), out)
 
 
-@pytest.mark.parametrize("columns", [100, 10_000])
-@pytest.mark.parametrize("large", [True, False])
-def test_every_number_of_rows_has_a_tile(columns: int, large: bool) -> None:
-    for num_rows in range(1, 129):
-        tile = few_rows.tile_for(num_rows, columns, large)
-        assert not tile.is_vector or (num_rows <= 4 and tile.splits == 1)
+@pytest.mark.parametrize(("has_large_memory", "kilobytes"), [(True, 224), (False, 64)])
+@pytest.mark.parametrize("num_columns", [1, 8192, 8193, 200_000])
+def test_every_number_of_rows_has_a_tile_that_fits(num_columns: int, has_large_memory: bool, kilobytes: int) -> None:
+    """Each stage holds a part of the weight and of the rows, in 16 bits."""
+    for num_rows in range(2, MAX_ROWS + 1):
+        tile = tile_for(num_rows, num_columns, has_large_memory)
+        assert tile.num_stages * (tile.block_n + max(16, num_rows)) * tile.block_k * 2 <= kilobytes * 1024
+    assert tile_for(1, num_columns, has_large_memory).num_stages == 1
 
 
-def test_captured_products_count_with_zeros_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = random(3, 64), random(48, 64)
-    monkeypatch.setattr(few_rows, "_zeros", {})
-    monkeypatch.setattr(few_rows, "_NUM_ZEROS", 10)
-    few_rows.reserve_zeros(x.device)
-    (zeros,) = few_rows._zeros.values()
-
-    def product() -> None:
-        out = torch.empty(3, 48, device=DEVICE, dtype=x.dtype)
-        multiply(out, x, weight, tile=TILES["split"])
-        assert_product(out, x, weight)
-
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    product()
-    assert len(few_rows._zeros[x.device]) == 10  # eager ones clear their own
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    for left in (7, 4, 1, 1):
-        product()
-        rest = few_rows._zeros[x.device]
-        assert len(rest) == left
-        assert rest.untyped_storage().data_ptr() == zeros.data_ptr()  # those that were taken are kept
-    few_rows.reserve_zeros(x.device)
-    assert len(few_rows._zeros[x.device]) == 1
-    assert not zeros.any()
+@pytest.mark.parametrize("has_large_memory", [True, False])
+def test_the_tile_is_the_one_for_the_memory_of_the_device(
+    has_large_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(few_rows, "has_large_shared_memory", lambda device: has_large_memory)
+    monkeypatch.setattr(few_rows, "tile_for", lambda *args: seen.append(args) or tile_for(*args))
+    few_rows_product(random(3, 16), random(24, 16))
+    assert seen == [(3, 24, has_large_memory)]
 
 
 def test_a_linear_layer_computes_with_the_operator() -> None:
@@ -242,48 +193,16 @@ def gated(x: Tensor, weight: Tensor) -> Tensor:
     return nn.functional.silu(gate) * up + 1
 
 
-def gated_by_the_other_half(x: Tensor, weight: Tensor) -> Tensor:
-    up, gate = nn.functional.linear(x, weight).split([10, 10], -1)
-    return nn.functional.silu(gate) * up
-
-
-def gated_in_unequal_parts(x: Tensor, weight: Tensor) -> Tensor:
-    gate, up = nn.functional.linear(x, weight).split([1, weight.shape[0] - 1], -1)
-    return nn.functional.silu(gate) * up
-
-
-def gated_over_tokens(x: Tensor, weight: Tensor) -> Tensor:
-    gate, up = nn.functional.linear(x[:, :20], weight).split([10, 10], 1)
-    return nn.functional.silu(gate) * up
-
-
-def gated_and_read(x: Tensor, weight: Tensor) -> Tensor:
-    gate, up = nn.functional.linear(x, weight).split([10, 10], -1)
-    return nn.functional.silu(gate) * up + gate
-
-
-def gated_by_itself(x: Tensor, weight: Tensor) -> Tensor:
-    gate, up = nn.functional.linear(x, weight).split([10, 10], -1)
-    return nn.functional.silu(gate) * gate + up
-
-
-def gated_otherwise(x: Tensor, weight: Tensor) -> Tensor:
-    gate, up = nn.functional.linear(x, weight).split([10, 10], -1)
-    return nn.functional.gelu(gate) * up
-
-
 def with_no_batch(x: Tensor, weight: Tensor) -> Tensor:
     return nn.functional.linear(x[0], weight) + x[0, :, :1].tanh()
 
 
-@pytest.mark.parametrize(("fn", "products", "sums", "gates"), [
-    (of_weight, 1, 0, 0), (of_merged, 1, 0, 0), (in_a_sum, 1, 0, 0), (added_in_place, 0, 1, 0),
-    (of_what_is_computed, 0, 0, 0), (of_the_weight_as_it_lies, 0, 0, 0), (with_no_batch, 0, 0, 0), (gated, 0, 0, 1),
-    (gated_by_the_other_half, 1, 0, 0), (gated_in_unequal_parts, 1, 0, 0), (gated_over_tokens, 1, 0, 0),
-    (gated_and_read, 1, 0, 0), (gated_by_itself, 1, 0, 0), (gated_otherwise, 1, 0, 0),
+@pytest.mark.parametrize(("fn", "products", "sums"), [
+    (of_weight, 1, 0), (of_merged, 1, 0), (in_a_sum, 1, 0), (added_in_place, 0, 1), (of_what_is_computed, 0, 0),
+    (of_the_weight_as_it_lies, 0, 0), (with_no_batch, 0, 0), (gated, 1, 0),
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
-def test_what_the_graph_of_a_block_gets(fn: Function, products: int, sums: int, gates: int, dtype: torch.dtype) -> None:
+def test_what_the_graph_of_a_block_gets(fn: Function, products: int, sums: int, dtype: torch.dtype) -> None:
     weight = random(20, 48, dtype=dtype)
     # Of no named sizes, as the joint weight of merged layers has in a block.
     module: fx.GraphModule = make_fx(lambda *args: fn(*args), select_decomp_table(), tracing_mode="symbolic")(
@@ -296,9 +215,8 @@ def test_what_the_graph_of_a_block_gets(fn: Function, products: int, sums: int, 
     targets = [node.target for node in module.graph.nodes]
     is_half = dtype == DTYPE
     assert targets.count(few_rows_product) == products * is_half
-    assert targets.count(gated_product) == gates * is_half
     assert targets.count(auto_functionalized) == sums
-    assert targets.count(aten.mm.default) == 1 - sums - (products + gates) * is_half
+    assert targets.count(aten.mm.default) == 1 - sums - products * is_half
     for num_rows in (37, 21):
         x = random(1, num_rows, 48, dtype=dtype)
         torch.testing.assert_close(module(x, weight), fn(x, weight), rtol=0.05, atol=0.1)
@@ -356,7 +274,7 @@ def rewritten(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[object]]:
 
 
 @pytest.mark.parametrize(("name", "expected"), [
-    ("qwen3", {norm_rope_pair: 1, few_rows_product: 2, gated_product: 1, add_product: 1}),
+    ("qwen3", {norm_rope_pair: 1, few_rows_product: 3, add_product: 1}),
     ("qwen3_moe", {norm_rope_pair: 1, few_rows_product: 3, top_k: 1, added_experts: 1}),
 ])  # fmt: skip
 def test_all_rewrites_of_a_block_stand_side_by_side(
@@ -371,6 +289,6 @@ def test_all_rewrites_of_a_block_stand_side_by_side(
         driver = CountingDriver(model, make_attention("sdpa", DEVICE, torch.float16, model.layers))
         logits.append(torch.cat(driver.step([(TokenSequence([1, 5, 9]), 3)], padding=2)))
     assert (logits[0] - logits[1]).abs().max() <= 0.01 * logits[0].abs().max()
-    ours = (norm_rope_pair, few_rows_product, gated_product, add_product, top_k, added_experts, gated_experts)
+    ours = (norm_rope_pair, few_rows_product, add_product, top_k, added_experts, gated_experts)
     left = (aten.mm.default, aten.addmm.default, aten.topk.default)
     assert {target: rewritten[target] for target in (*ours, *left) if rewritten[target]} == expected
