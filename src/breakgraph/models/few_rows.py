@@ -118,8 +118,8 @@ _LIBRARY.impl("few_rows_product", lambda x, weight: x.new_empty(x.shape[0], weig
 _LIBRARY.impl("add_product_", lambda x, left, right: None, "Meta")
 
 few_rows_product: Any = torch.ops.breakgraph.few_rows_product.default
-"""x [M, K] @ weight [N, K].T, any M: dense [M, N]. Up to MAX_ROWS rows each has bits that depend on it and on M alone,
-sums in float32, rounded once."""
+"""x [M, K] @ weight [N, K].T, any M: dense [M, N]. With MAX_ROWS rows or fewer, the bits of each depend on it and on M
+alone; sums are in float32 and rounded once."""
 
 add_product: Any = torch.ops.breakgraph.add_product_.default
 """x [..., N], dense, += left [M, K] @ right [K, N], where x has M rows."""
