@@ -6,8 +6,7 @@ Breaks must see the batch of *this* replay, so nothing here is ever passed as a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -102,19 +101,24 @@ class _Unplanned:
 _current: ContextVar[AttentionMetadata | _Unplanned | None] = ContextVar("breakgraph_attention_step", default=None)
 
 
-@contextmanager
-def use_step(metadata: AttentionMetadata | Callable[[], AttentionMetadata]) -> Iterator[None]:
+class use_step:
     """Makes `metadata` the one that attention calls on this thread see; not nested, so that no step sees another's.
 
     Given a function, it is called when attention first asks: what comes before is launched without waiting for a plan.
     """
-    if _current.get() is not None:
-        raise RuntimeError("a step is already in progress on this thread; leave its use_step before the next one")
-    token = _current.set(_Unplanned(metadata) if callable(metadata) else metadata)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+
+    __slots__ = ("_metadata", "_token")
+
+    def __init__(self, metadata: AttentionMetadata | Callable[[], AttentionMetadata]) -> None:
+        self._metadata = _Unplanned(metadata) if callable(metadata) else metadata
+
+    def __enter__(self) -> None:
+        if _current.get() is not None:
+            raise RuntimeError("a step is already in progress on this thread; leave its use_step before the next one")
+        self._token = _current.set(self._metadata)
+
+    def __exit__(self, *exc: object) -> None:
+        _current.reset(self._token)
 
 
 def current_step() -> AttentionMetadata:
