@@ -90,6 +90,12 @@ class AttentionStep:
             f"each request needs 1 <= new tokens <= total tokens, got {self.q_lens} of {self.seq_lens}"
         )
 
+    def assert_one_token_a_row(self) -> None:
+        """What the decode phase promises, for implementations that rely on it."""
+        assert all(new == 1 for new in self.q_lens), f"a decode step has one new token a request, got {self.q_lens}"
+        rows = self.block_tables_gpu.shape[0]
+        assert rows == self.padded_num_tokens, f"{rows} block table rows for {self.padded_num_tokens} decode rows"
+
 
 class _Unplanned:
     """In the place of metadata that nobody has asked for yet."""
