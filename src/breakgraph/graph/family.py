@@ -66,7 +66,7 @@ class PlanFamily:
         self._index = ModuleIndex()
         self._last_stream: Any = None
         self.checks_late = False
-        """Whether plans captured from now on are checked behind their first segment: a stale one has run that much."""
+        """Whether plans captured from now on are checked behind their last launch: a stale one has run by then."""
         self.watcher: BreakWatcher | None = None
         self.step_scope: StepScope | None = None
 

@@ -159,8 +159,7 @@ class Plan:
         self._family = family
         self._steps = list(steps)
         self._launches = [step.run for step in steps if step.is_launched]
-        first = next((step for step in steps if step.is_launched), None)
-        self._checks_late = family.checks_late and family.ranks is None and isinstance(first, GraphStep)
+        self._checks_late = family.checks_late and family.ranks is None
         self._host_times = HostTimes(len(self._launches))
         self._pins = list(pins)
         self._places = places
@@ -192,7 +191,7 @@ class Plan:
         Raises:
             ClosedError: the plan was closed.
             StalePlanError: a weight that it reads was replaced or moved, a module's mode or the version token changed,
-                or the plan was invalidated. Nothing ran; with the family's ``checks_late`` the first segment may have.
+                or the plan was invalidated. Nothing ran; with the family's ``checks_late`` all of it may have.
             RankMismatchError: another rank of the family's group replays something else. Nothing ran.
             ReplayError: a break broke its contract. The outputs are void, the plan stays usable; an exception of the
                 break's own arrives unchanged, with the same effect.
@@ -220,12 +219,12 @@ class Plan:
         if family.step_scope is not None:
             launches = self._annotated(launches, family.step_scope)
         launches = self._host_times.timed(launches, self.num_replays)
-        late = self._checks_late
-        for launch in launches:
-            launch()
-            if late:
+        try:
+            for launch in launches:
+                launch()
+        finally:
+            if self._checks_late:  # what a stale plan ran into is no news beside that
                 self.check()
-                late = False
 
     def _watched(self, watcher: BreakWatcher) -> list[Callable[[], None]]:
         steps = [step for step in self._steps if step.is_launched]
