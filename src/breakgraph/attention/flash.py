@@ -14,11 +14,13 @@ from typing import Any, ClassVar
 import torch
 
 from breakgraph.attention.base import AttentionBackend, AttentionMetadata, GraphSupport, LayerAttention
+from breakgraph.attention.refusals import capability_refusal, device_refusal, dtype_refusal, value_size_refusal
 from breakgraph.attention.step import AttentionStep
 from breakgraph.errors import ConfigError
 
 MAX_HEAD_DIM = 256
 MIN_CAPABILITY = (8, 0)
+_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -38,22 +40,17 @@ class FlashAttention(AttentionBackend):
 
     @classmethod
     def refusal(cls, layer: LayerAttention, device: torch.device, dtype: torch.dtype) -> str | None:
-        if device.type != "cuda":
-            return f"it runs on CUDA, not on {device.type}"
-        if dtype not in (torch.float16, torch.bfloat16):
-            return f"it computes in float16 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
+        if refused := device_refusal(device) or dtype_refusal(dtype, _DTYPES):
+            return refused
         if layer.sinks is not None:
             return "it has no attention sinks"
         if layer.softcap is not None:
             return "it has no softcap"
-        if layer.head_dim != layer.v_head_dim:
-            return f"its value heads have the size of its key heads, not {layer.v_head_dim} beside {layer.head_dim}"
+        if refused := value_size_refusal(layer):
+            return refused
         if layer.head_dim > MAX_HEAD_DIM or layer.head_dim % 8:
             return f"its head sizes are multiples of 8 up to {MAX_HEAD_DIM}, not {layer.head_dim}"
-        capability = torch.cuda.get_device_capability(device)
-        if capability < MIN_CAPABILITY:
-            return f"it needs compute capability 8.0, not {capability[0]}.{capability[1]}"
-        return None
+        return capability_refusal(device, MIN_CAPABILITY)
 
     def graph_support(self, phase: str) -> GraphSupport:
         return "none"

@@ -60,9 +60,7 @@ class FlashInferAttention(AttentionBackend):
         self._scratch: tuple[flashinfer_kernels.Scratch, flashinfer_kernels.Scratch] | None = None
 
     def bind(self, kv: KVCacheBuffers) -> None:
-        for layer_id, key in kv.key.items():
-            dense = key.is_contiguous() and kv.value[layer_id].is_contiguous()
-            assert dense, f"the cache of layer {layer_id} is not contiguous"
+        kv.assert_contiguous()
         super().bind(kv)
 
     @classmethod
@@ -97,10 +95,7 @@ class FlashInferAttention(AttentionBackend):
             flashinfer_plan.fill_slots(lens, num_slots, unused) for lens in (step.q_lens, step.seq_lens)
         )
         if decode:
-            assert set(q_lens) == {1}, f"a decode step has one new token a request, got {step.q_lens}"
-            assert num_slots == step.padded_num_tokens, (
-                f"{num_slots} block table rows for {step.padded_num_tokens} decode rows"
-            )
+            step.assert_one_token_a_row()
         layout = flashinfer_plan.lay_out(q_lens, seq_lens, self.kv.block_size, width)
         serial = next(self._serials)
         # Ordinary tensors whatever the caller's mode: inference tensors could not be rewritten outside inference mode.

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from breakgraph.attention.base import LayerAttention
+from breakgraph.attention.refusals import capability_refusal, device_refusal, dtype_refusal, value_size_refusal
 from breakgraph.attention.step import HostTables
 
 HEAD_DIMS = (64, 128, 256)
@@ -63,12 +64,8 @@ def constants_of(layer: LayerAttention) -> PlanConstants:
 
 def refusal(layer: LayerAttention, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why FlashInfer cannot serve the layer, or None."""
-    if device.type != "cuda":
-        return f"it runs on CUDA, not on {device.type}"
-    if dtype not in DTYPES:
-        return f"it computes in float16 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
-    if layer.head_dim != layer.v_head_dim:
-        return f"its value heads have the size of its key heads, not {layer.v_head_dim} beside {layer.head_dim}"
+    if refused := device_refusal(device) or dtype_refusal(dtype, DTYPES) or value_size_refusal(layer):
+        return refused
     if layer.head_dim not in HEAD_DIMS:
         return f"its head sizes are {', '.join(map(str, HEAD_DIMS))}, not {layer.head_dim}"
     if layer.num_heads % layer.num_kv_heads:
@@ -78,10 +75,7 @@ def refusal(layer: LayerAttention, device: torch.device, dtype: torch.dtype) -> 
         )
     if layer.sinks is not None and layer.softcap is not None:
         return "it has no softcap beside attention sinks"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < MIN_CAPABILITY:
-        return f"it needs compute capability 8.0, not {capability[0]}.{capability[1]}"
-    return None
+    return capability_refusal(device, MIN_CAPABILITY)
 
 
 @dataclass(frozen=True)

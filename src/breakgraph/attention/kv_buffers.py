@@ -55,6 +55,12 @@ class KVCacheBuffers:
     def num_bytes(self) -> int:
         return sum(t.nbytes for buffers in (self.key, self.value) for t in buffers.values())
 
+    def assert_contiguous(self) -> None:
+        """For kernels that compute addresses from the shapes alone."""
+        for layer_id, key in self.key.items():
+            dense = key.is_contiguous() and self.value[layer_id].is_contiguous()
+            assert dense, f"the cache of layer {layer_id} is not contiguous"
+
     def write(self, layer_id: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores k and v [T, num_kv_heads, D] at `slots` [T] int64."""
         self.key[layer_id].flatten(0, 1).index_copy_(0, slots, k)

@@ -11,10 +11,9 @@ from typing import cast
 
 import torch
 
-from breakgraph.attention.base import DECODE, AttentionBackend, AttentionMetadata, GraphSupport, LayerAttention
-from breakgraph.attention.kv_buffers import KVCacheBuffers
+from breakgraph.attention.base import DECODE, AttentionBackend, LayerAttention
+from breakgraph.attention.phase import PhaseAttention
 from breakgraph.attention.sized import SizedAttention
-from breakgraph.attention.step import AttentionStep
 from breakgraph.errors import ConfigError, UnknownNameError
 
 logger = logging.getLogger(__name__)
@@ -141,50 +140,3 @@ def _make_for(phase: str, name: str, demand: _Demand, made: dict[str, AttentionB
 def _implementation(name: str) -> type[AttentionBackend]:
     module, attribute = _WHERE[name]
     return cast("type[AttentionBackend]", getattr(importlib.import_module(module), attribute))
-
-
-class PhaseAttention(AttentionBackend):
-    """Another implementation for some phases. A step's metadata names the one that planned it, so `attend` finds it."""
-
-    name: str = "auto"
-
-    def __init__(self, default: AttentionBackend, by_phase: dict[str, AttentionBackend]) -> None:
-        super().__init__(default.layers.values())
-        self.default = default
-        self.by_phase = by_phase
-
-    def bind(self, kv: KVCacheBuffers) -> None:
-        super().bind(kv)
-        for backend in (self.default, *self.by_phase.values()):
-            backend.bind(kv)
-
-    @classmethod
-    def refusal(cls, layer: LayerAttention, device: torch.device, dtype: torch.dtype) -> str | None:
-        return None
-
-    def for_phase(self, phase: str) -> AttentionBackend:
-        return self.by_phase.get(phase, self.default)
-
-    def for_step(self, step: AttentionStep) -> AttentionBackend:
-        return self.for_phase(step.phase).for_step(step)
-
-    def graph_support(self, phase: str) -> GraphSupport:
-        return self.for_phase(phase).graph_support(phase)
-
-    def plan(self, step: AttentionStep) -> AttentionMetadata:
-        return self.for_phase(step.phase).plan(step)
-
-    def store(self, k: torch.Tensor, v: torch.Tensor, layer: LayerAttention, metadata: AttentionMetadata) -> bool:
-        return metadata.backend.store(k, v, layer, metadata)
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: LayerAttention,
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-        stored: bool = False,
-    ) -> None:
-        metadata.backend.forward(q, k, v, layer, metadata, out, stored)

@@ -32,9 +32,7 @@ class SdpaAttention(AttentionBackend):
 
     def plan(self, step: AttentionStep) -> AttentionMetadata:
         if step.phase == DECODE:
-            assert all(new == 1 for new in step.q_lens), f"a decode step has one new token a request, got {step.q_lens}"
-            rows = step.block_tables_gpu.shape[0]
-            assert rows == step.padded_num_tokens, f"{rows} block table rows for {step.padded_num_tokens} decode rows"
+            step.assert_one_token_a_row()
         elif step.fixed_slots:
             assert step.cu_seqlens_q_gpu is not None, f"request slots of a {step.phase!r} step without cu_seqlens_q_gpu"
         else:

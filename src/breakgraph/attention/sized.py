@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-import torch
-
-from breakgraph.attention.base import AttentionBackend, AttentionMetadata, GraphSupport, LayerAttention
+from breakgraph.attention.base import AttentionBackend, AttentionMetadata, GraphSupport
+from breakgraph.attention.dispatching import DispatchingAttention
 from breakgraph.attention.kv_buffers import KVCacheBuffers
 from breakgraph.attention.step import AttentionStep
 
@@ -15,14 +14,14 @@ LONG_FLOPS = 3e12
 tenths of the time of Triton's, about; for so many operations that saves as much as its plan costs."""
 
 
-class SizedAttention(AttentionBackend):
-    """`short` plans nothing on the host, `long` is faster on much work. A step's metadata names who planned it.
+class SizedAttention(DispatchingAttention):
+    """`short` plans nothing on the host, `long` is faster on much work.
 
     A graph holds one of them: where the metadata has fixed slots, the bucket decides, by one request that fills it.
     """
 
     def __init__(self, short: AttentionBackend, long: AttentionBackend) -> None:
-        super().__init__(short.layers.values())
+        super().__init__(short, long)
         self.name = f"{short.name} or {long.name}"
         self.short, self.long = short, long
         self._flops: Counter[int | None] = Counter()
@@ -33,15 +32,9 @@ class SizedAttention(AttentionBackend):
 
     def bind(self, kv: KVCacheBuffers) -> None:
         super().bind(kv)
-        self.short.bind(kv)
-        self.long.bind(kv)
         self._has_planned_long = False
 
-    @classmethod
-    def refusal(cls, layer: LayerAttention, device: torch.device, dtype: torch.dtype) -> str | None:
-        return None
-
-    def for_step(self, step: AttentionStep) -> AttentionBackend:
+    def _choose(self, step: AttentionStep) -> AttentionBackend:
         if not step.fixed_slots:
             lens = list(zip(step.q_lens, step.seq_lens, strict=True))
         elif self.long.graph_support(step.phase) == "varlen":
@@ -59,22 +52,7 @@ class SizedAttention(AttentionBackend):
             # Once ahead of need: what it compiles and allocates on first use belongs to a warm-up.
             self._has_planned_long = True
             self.long.plan(step)
-        return self.for_step(step).plan(step)
-
-    def store(self, k: torch.Tensor, v: torch.Tensor, layer: LayerAttention, metadata: AttentionMetadata) -> bool:
-        return metadata.backend.store(k, v, layer, metadata)
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: LayerAttention,
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-        stored: bool = False,
-    ) -> None:
-        metadata.backend.forward(q, k, v, layer, metadata, out, stored)
+        return super().plan(step)
 
 
 def _num_pairs(q_len: int, seq_len: int, window: int | None) -> int:

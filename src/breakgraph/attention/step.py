@@ -6,8 +6,7 @@ Breaks must see the batch of *this* replay, so nothing here is ever passed as a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -91,6 +90,12 @@ class AttentionStep:
             f"each request needs 1 <= new tokens <= total tokens, got {self.q_lens} of {self.seq_lens}"
         )
 
+    def assert_one_token_a_row(self) -> None:
+        """What the decode phase promises, for implementations that rely on it."""
+        assert all(new == 1 for new in self.q_lens), f"a decode step has one new token a request, got {self.q_lens}"
+        rows = self.block_tables_gpu.shape[0]
+        assert rows == self.padded_num_tokens, f"{rows} block table rows for {self.padded_num_tokens} decode rows"
+
 
 class _Unplanned:
     """In the place of metadata that nobody has asked for yet."""
@@ -102,19 +107,24 @@ class _Unplanned:
 _current: ContextVar[AttentionMetadata | _Unplanned | None] = ContextVar("breakgraph_attention_step", default=None)
 
 
-@contextmanager
-def use_step(metadata: AttentionMetadata | Callable[[], AttentionMetadata]) -> Iterator[None]:
+class use_step:
     """Makes `metadata` the one that attention calls on this thread see; not nested, so that no step sees another's.
 
     Given a function, it is called when attention first asks: what comes before is launched without waiting for a plan.
     """
-    if _current.get() is not None:
-        raise RuntimeError("a step is already in progress on this thread; leave its use_step before the next one")
-    token = _current.set(_Unplanned(metadata) if callable(metadata) else metadata)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+
+    __slots__ = ("_metadata", "_token")
+
+    def __init__(self, metadata: AttentionMetadata | Callable[[], AttentionMetadata]) -> None:
+        self._metadata = _Unplanned(metadata) if callable(metadata) else metadata
+
+    def __enter__(self) -> None:
+        if _current.get() is not None:
+            raise RuntimeError("a step is already in progress on this thread; leave its use_step before the next one")
+        self._token = _current.set(self._metadata)
+
+    def __exit__(self, *exc: object) -> None:
+        _current.reset(self._token)
 
 
 def current_step() -> AttentionMetadata:

@@ -10,6 +10,7 @@ import triton
 
 from breakgraph.attention.base import DECODE, AttentionBackend, AttentionMetadata, GraphSupport, LayerAttention
 from breakgraph.attention.kv_buffers import KVCacheBuffers
+from breakgraph.attention.refusals import capability_refusal, device_refusal, dtype_refusal
 from breakgraph.attention.step import AttentionStep
 from breakgraph.attention.triton_ops import attend_stored, dense_heads, paged_attention, store_in_bucket
 from breakgraph.errors import ConfigError
@@ -28,9 +29,7 @@ class TritonAttention(AttentionBackend):
         refused = self.block_size_refusal(kv.block_size)
         if refused is not None:
             raise ConfigError(f"attention 'triton': {refused}; change block_size, or use attention='sdpa'")
-        for layer_id, key in kv.key.items():
-            dense = key.is_contiguous() and kv.value[layer_id].is_contiguous()
-            assert dense, f"the cache of layer {layer_id} is not contiguous"
+        kv.assert_contiguous()
         super().bind(kv)
 
     @classmethod
@@ -39,10 +38,9 @@ class TritonAttention(AttentionBackend):
 
     @classmethod
     def refusal(cls, layer: LayerAttention, device: torch.device, dtype: torch.dtype) -> str | None:
-        if device.type != "cuda" and not triton.knobs.runtime.interpret:
-            return f"it runs on CUDA, not on {device.type}"
-        if dtype not in _DTYPES:
-            return f"it computes in float16, bfloat16 or float32, not in {str(dtype).removeprefix('torch.')}"
+        elsewhere = None if triton.knobs.runtime.interpret else device_refusal(device)
+        if refused := elsewhere or dtype_refusal(dtype, _DTYPES):
+            return refused
         if max(layer.head_dim, layer.v_head_dim) > MAX_HEAD_DIM:
             return f"its head sizes go up to {MAX_HEAD_DIM}, not {max(layer.head_dim, layer.v_head_dim)}"
         group, rest = divmod(layer.num_heads, layer.num_kv_heads)
@@ -53,20 +51,14 @@ class TritonAttention(AttentionBackend):
             )
         if layer.scale <= 0:
             return f"its scale is positive, not {layer.scale}"
-        if device.type == "cuda":
-            capability = torch.cuda.get_device_capability(device)
-            if capability < MIN_CAPABILITY:
-                return f"it needs compute capability 8.0, not {capability[0]}.{capability[1]}"
-        return None
+        return capability_refusal(device, MIN_CAPABILITY) if device.type == "cuda" else None
 
     def graph_support(self, phase: str) -> GraphSupport:
         return "decode" if phase == DECODE else "varlen"
 
     def plan(self, step: AttentionStep) -> AttentionMetadata:
         if step.phase == DECODE:
-            assert all(new == 1 for new in step.q_lens), f"a decode step has one new token a request, got {step.q_lens}"
-            rows = step.block_tables_gpu.shape[0]
-            assert rows == step.padded_num_tokens, f"{rows} block table rows for {step.padded_num_tokens} decode rows"
+            step.assert_one_token_a_row()
         else:
             assert step.cu_seqlens_q_gpu is not None, f"attention 'triton' needs cu_seqlens_q_gpu in {step.phase!r}"
             reqs = (step.block_tables_gpu.shape[0], step.seq_lens_gpu.shape[0], step.cu_seqlens_q_gpu.shape[0] - 1)

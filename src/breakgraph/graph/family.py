@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,10 +13,8 @@ import torch
 from breakgraph.errors import (
     CaptureError,
     CaptureUnavailableError,
-    ClosedError,
     ConfigError,
     PoolLeakError,
-    ReplayError,
 )
 from breakgraph.graph.builder import CaptureBuilder
 from breakgraph.graph.device import Device, Segment, get_device
@@ -33,6 +30,7 @@ from breakgraph.graph.ranks import Ranks
 from breakgraph.graph.report import CaptureCost
 from breakgraph.graph.restore import restored
 from breakgraph.graph.tree import Tree
+from breakgraph.graph.turns import Turn, Turns
 from breakgraph.graph.warm_up import MadeBreaks, warm_up
 from breakgraph.graph.watch import BreakWatcher
 
@@ -60,24 +58,22 @@ class PlanFamily:
         self._pool = self.device.new_pool()
         self._stream = self.device.take_stream()
         self._outputs = OutputBuffer(self.device.torch_device)
-        self._lock = threading.RLock()
+        self._turns = Turns()
         self._plans: list[Plan] = []
         self._parked: list[Segment] = []
         self._last_plan: Plan | None = None
         self._lent: list[torch.Tensor] = []
         self._index = ModuleIndex()
         self._last_stream: Any = None
-        self._busy: str | None = None
         self.checks_late = False
-        """Whether plans captured from now on are checked behind their first segment: a stale one has run that much."""
+        """Whether plans captured from now on are checked behind their last launch: a stale one has run by then."""
         self.watcher: BreakWatcher | None = None
         self.step_scope: StepScope | None = None
-        self._is_closed = False
 
     @property
     def pool_bytes(self) -> int:
         """Bytes that the pool has reserved on the device."""
-        return 0 if self._is_closed else self._pool.reserved_bytes
+        return 0 if self._turns.is_closed else self._pool.reserved_bytes
 
     @property
     def output_bytes(self) -> int:
@@ -241,38 +237,38 @@ class PlanFamily:
     def _begin_replay(self) -> None:
         self._last_plan = None
         self._last_stream = self.device.begin_replay(self._pool, self._last_stream)
+        if self._lent:
+            self._poison_lent()
+
+    def _poison_lent(self) -> None:
         for tensor in self._lent:
             bytes_of = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             bytes_of.set_(tensor.untyped_storage()).fill_(0xFF)
         self._lent = []
 
-    @contextmanager
-    def replaying(self, plan: Plan) -> Iterator[None]:
-        """One replay at a time, ordered after the last one; the plan's outputs are valid if it succeeds."""
+    def begin_replay(self, plan: Plan) -> None:
+        """One replay at a time, ordered after the last one. A call of :meth:`end_replay` has to follow."""
         if active.builder is not None and active.builder.is_recording:
             raise CaptureError(f"{plan.label or 'a plan'} is replayed inside a captured function; call it in a break")
-        with self._exclusive("a replay"):
+        self._turns.take("a replay")
+        try:
             if self.ranks is None:
                 plan.check_first()
             else:
                 self.ranks.check_replay(plan)
             self._begin_replay()
-            yield
-            self._last_plan = plan
+        except BaseException:
+            self._turns.give()
+            raise
 
-    @contextmanager
-    def _exclusive(self, what: str) -> Iterator[None]:
+    def end_replay(self, replayed: Plan | None) -> None:
+        """The plan's outputs are valid if it succeeded; None: it did not."""
+        self._last_plan = replayed
+        self._turns.give()
+
+    def _exclusive(self, what: str) -> AbstractContextManager[None]:
         """One replay, capture or close at a time; other threads wait, a break of this family is refused."""
-        with self._lock:
-            if self._is_closed:
-                raise ClosedError("the plan family was closed; make a new one")
-            if self._busy is not None:
-                raise ReplayError(f"{what} was asked for inside {self._busy} of its own family, whose pool is in use")
-            self._busy = what
-            try:
-                yield
-            finally:
-                self._busy = None
+        return Turn(self._turns, what)
 
     def lend(self, tensors: Sequence[torch.Tensor]) -> None:
         """Fill these with 0xFF bytes when the next replay begins: nobody may read them any longer."""
@@ -326,13 +322,13 @@ class PlanFamily:
 
     def close(self) -> None:
         """Destroy all plans, then the pool. Safe to call twice."""
-        if self._is_closed:
+        if self._turns.is_closed:
             return
         with self._exclusive("closing"):
             self.device.synchronize()
             for plan in list(self._plans):
                 plan.close()
-            self._is_closed = True
+            self._turns.is_closed = True
             for segment in self._parked:
                 segment.close()
             self._parked = []

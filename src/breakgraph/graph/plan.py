@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
@@ -159,8 +159,7 @@ class Plan:
         self._family = family
         self._steps = list(steps)
         self._launches = [step.run for step in steps if step.is_launched]
-        first = next((step for step in steps if step.is_launched), None)
-        self._checks_late = family.checks_late and family.ranks is None and isinstance(first, GraphStep)
+        self._checks_late = family.checks_late and family.ranks is None
         self._host_times = HostTimes(len(self._launches))
         self._pins = list(pins)
         self._places = places
@@ -192,27 +191,40 @@ class Plan:
         Raises:
             ClosedError: the plan was closed.
             StalePlanError: a weight that it reads was replaced or moved, a module's mode or the version token changed,
-                or the plan was invalidated. Nothing ran; with the family's ``checks_late`` the first segment may have.
+                or the plan was invalidated. Nothing ran; with the family's ``checks_late`` all of it may have.
             RankMismatchError: another rank of the family's group replays something else. Nothing ran.
             ReplayError: a break broke its contract. The outputs are void, the plan stays usable; an exception of the
                 break's own arrives unchanged, with the same effect.
         """
-        with self._family.replaying(self):
+        family = self._family
+        family.begin_replay(self)
+        replayed = None
+        try:
             with self._mode.apply():
-                launches: Sequence[Callable[[], None]] = self._launches
-                if self._family.watcher is not None:
-                    launches = self._watched(self._family.watcher)
-                if self._family.step_scope is not None:
-                    launches = self._annotated(launches, self._family.step_scope)
-                launches = self._host_times.timed(launches, self.num_replays)
-                for launch in self._checked_late(launches) if self._checks_late else launches:
-                    launch()
+                self._launch(family)
             if self._policy != "borrow":
                 self._copied = tree_map(lambda t, _: t.clone() if isinstance(t, torch.Tensor) else t, self._places)
             if self._policy == "poison":
-                self._family.lend([leaf for _, leaf in tree_leaves(self._copied) if isinstance(leaf, torch.Tensor)])
+                family.lend([leaf for _, leaf in tree_leaves(self._copied) if isinstance(leaf, torch.Tensor)])
+            replayed = self
+        finally:
+            family.end_replay(replayed)
         self.num_replays += 1
         return self._places if self._policy == "borrow" else self._copied
+
+    def _launch(self, family: PlanFamily) -> None:
+        launches: Sequence[Callable[[], None]] = self._launches
+        if family.watcher is not None:
+            launches = self._watched(family.watcher)
+        if family.step_scope is not None:
+            launches = self._annotated(launches, family.step_scope)
+        launches = self._host_times.timed(launches, self.num_replays)
+        try:
+            for launch in launches:
+                launch()
+        finally:
+            if self._checks_late:  # what a stale plan ran into is no news beside that
+                self.check()
 
     def _watched(self, watcher: BreakWatcher) -> list[Callable[[], None]]:
         steps = [step for step in self._steps if step.is_launched]
@@ -267,11 +279,6 @@ class Plan:
             self._check_open()
         else:
             self.check()
-
-    def _checked_late(self, launches: Sequence[Callable[[], None]]) -> Iterator[Callable[[], None]]:
-        yield launches[0]
-        self.check()
-        yield from launches[1:]
 
     @property
     def is_closed(self) -> bool:

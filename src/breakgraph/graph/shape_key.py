@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class ShapeKey:
-    """What makes two batches share one plan.
+class ShapeKey(NamedTuple):
+    """What makes two batches share one plan. A tuple, as every replay looks one up.
 
     Attributes:
         phase: The runner's phase, e.g. ``"prefill"``.

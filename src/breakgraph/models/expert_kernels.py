@@ -26,6 +26,15 @@ def _place(num_tiles, BLOCKS: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _of_tile(tile, row, rows_ptr, tile_experts_ptr, tile_rows_ptr, BLOCK_M: tl.constexpr):
+    """Live rows of a tile, its expert, and its pairs, unwritten ones too. Nothing is asked in between: so the three
+    loads are on their way at once, and a program that has little to do waits for memory once."""
+    num_rows = tl.load(tile_rows_ptr + tile)
+    expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
+    return num_rows, expert, tl.load(rows_ptr + tile * BLOCK_M + row)
+
+
+@triton.jit
 def _mask(outer, first, inner, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
     """Of a block [outer, inner] from column `first` on: cheap where blocks fill the width."""
     if WIDTH % BLOCK_K == 0:
@@ -57,16 +66,15 @@ def up_kernel(
     Grid: (num_tiles * cdiv(NUM_COLUMNS, BLOCK_N),).
     """
     tile, block = _place(num_tiles, tl.cdiv(NUM_COLUMNS, BLOCK_N), GROUP)
-    num_rows = tl.load(tile_rows_ptr + tile)
+    row = tl.arange(0, BLOCK_M)
+    num_rows, expert, pairs = _of_tile(tile, row, rows_ptr, tile_experts_ptr, tile_rows_ptr, BLOCK_M)
     if num_rows == 0:
         return
-    expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
-    row = tl.arange(0, BLOCK_M)
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
     live = row < num_rows
     within = column < NUM_COLUMNS
-    pairs = tl.load(rows_ptr + tile * BLOCK_M + row, mask=live, other=0)
+    pairs = tl.where(live, pairs, 0)
     x_ptrs = x_ptr + (pairs // TOP_K).to(tl.int64)[:, None] * x_stride + inner[None, :]
     weight_ptr += expert * weight_expert
     w_ptrs = weight_ptr + column[:, None] * weight_row + inner[None, :] * weight_column
@@ -98,15 +106,16 @@ def down_kernel(
     Grid: (num_tiles * cdiv(NUM_COLUMNS, BLOCK_N),).
     """
     tile, block = _place(num_tiles, tl.cdiv(NUM_COLUMNS, BLOCK_N), GROUP)
-    num_rows = tl.load(tile_rows_ptr + tile)
+    row = tl.arange(0, BLOCK_M)
+    num_rows, expert, pairs = _of_tile(tile, row, rows_ptr, tile_experts_ptr, tile_rows_ptr, BLOCK_M)
     if num_rows == 0:
         return
-    expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
-    row = tl.arange(0, BLOCK_M)
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
     live = row < num_rows
     within = column < NUM_COLUMNS
+    pairs = tl.where(live, pairs, 0).to(tl.int64)
+    choice = tl.load(choice_ptr + pairs, mask=live, other=0.0).to(tl.float32)
     h_ptrs = hidden_ptr + (tile * BLOCK_M + row).to(tl.int64)[:, None] * WIDTH + inner[None, :]
     w_ptrs = weight_ptr + expert * weight_expert + column[:, None] * weight_row + inner[None, :] * weight_column
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
@@ -117,8 +126,7 @@ def down_kernel(
         acc = _multiply(h, w, acc, SWAP)
     if SWAP:
         acc = tl.trans(acc)
-    pairs = tl.load(rows_ptr + tile * BLOCK_M + row, mask=live, other=0).to(tl.int64)
-    acc *= tl.load(choice_ptr + pairs, mask=live, other=0.0).to(tl.float32)[:, None]
+    acc *= choice[:, None]
     out = out_ptr + pairs[:, None] * NUM_COLUMNS + column[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & within[None, :])
 

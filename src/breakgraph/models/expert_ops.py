@@ -50,7 +50,7 @@ class Tiles:
 # By rows of an expert, about; the last for all above. Few rows are there to read weights, many to multiply. The first
 # are the fastest of a few on an H200 and need 144 KiB of shared memory; the others need 72 KiB and were not tuned.
 _TILES = {
-    16: Tiles(16, Tile(64, 128, 4, 3, swap=True), Tile(64, 128, 4, 4, group=4)),
+    16: Tiles(16, Tile(64, 128, 4, 3, swap=True, group=4), Tile(128, 128, 8, 3, swap=True, group=4)),
     64: Tiles(64, Tile(64, 64, 4, 3, group=4), Tile(128, 64, 4, 4, group=4)),
     _MANY: Tiles(128, Tile(128, 64, 8, 4, group=8), Tile(256, 64, 8, 4, group=8)),
 }

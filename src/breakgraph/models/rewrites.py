@@ -273,6 +273,30 @@ def _select_in_registers(graph: fx.Graph, node: fx.Node) -> None:
     chosen.meta["val"] = tuple(node.meta["val"])
     node.replace_all_uses_with(chosen)
     graph.erase_node(node)
+    _divide_by_sum(chosen)
+
+
+def _divide_by_sum(chosen: fx.Node) -> None:
+    """The shares of what top_k chose, rounded, where nobody reads the values themselves."""
+    readers = [user for user in chosen.users if user.args[1] == 0]
+    if len(readers) != 1 or readers[0].meta["val"].dtype != torch.float32:
+        return
+    (values,) = readers
+    for share in values.users:
+        if not _is(share, aten.div.Tensor) or share.args[0] is not values:
+            continue
+        total: Any = share.args[1]
+        if not _is_along_rows(total, aten.sum.dim_IntList, values) or set(values.users) != {share, total}:
+            continue
+        reader = next(iter(share.users)) if len(share.users) == 1 else share
+        rounded = reader if _is(reader, prims.convert_element_type.default) else share
+        look = rounded.meta["val"]
+        if len(total.users) == 1 and look.dtype.is_floating_point:
+            chosen.args = (*chosen.args, True, look.dtype)
+            chosen.meta["val"] = (look, chosen.meta["val"][1])
+            values.meta["val"] = look
+            rounded.replace_all_uses_with(values)
+        return
 
 
 def _softmax_of(node: fx.Node) -> fx.Node | None:

@@ -23,8 +23,8 @@ _ELEMENTS = 512
 @triton.jit
 def _top_k_kernel(
     values_ptr, indices_ptr, x_ptr, num_rows, row_stride,
-    NUM_COLUMNS: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr, SHARES: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Grid: (ceil(num_rows / ROWS),). COLUMNS and BLOCK_K: NUM_COLUMNS and K, up to a power of two."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -53,33 +53,42 @@ def _top_k_kernel(
     out = row.to(tl.int64)[:, None] * K + place
     mask = (row < num_rows)[:, None] & (place < K)
     values = values.to(tl.float32, bitcast=True)
+    if SHARES:
+        values = values / tl.where(row < num_rows, tl.sum(values, 1), 1.0)[:, None]
     tl.store(values_ptr + out, values.to(values_ptr.dtype.element_ty), mask=mask)
     tl.store(indices_ptr + out, indices.to(tl.int64), mask=mask)
 
 
-def _empty(x: Tensor, k: int, softmax: bool) -> tuple[Tensor, Tensor]:
+def _empty(
+    x: Tensor, k: int, softmax: bool, shares: bool = False, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     shape = (x.shape[0], k)
-    return x.new_empty(shape, dtype=torch.float32 if softmax else x.dtype), x.new_empty(shape, dtype=torch.int64)
+    dtype = dtype or (torch.float32 if softmax else x.dtype)
+    return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=torch.int64)
 
 
-def _top_k(x: Tensor, k: int, softmax: bool) -> tuple[Tensor, Tensor]:
+def _top_k(
+    x: Tensor, k: int, softmax: bool, shares: bool = False, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     num_rows, num_columns = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
-    values, indices = _empty(x, k, softmax)
+    values, indices = _empty(x, k, softmax, shares, dtype)
     columns = triton.next_power_of_2(num_columns)
     rows = max(1, _ELEMENTS // columns)
     if num_rows:
         # Triton launches on the current device, whatever its arguments.
         with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
             _top_k_kernel[(triton.cdiv(num_rows, rows),)](
-                values, indices, x, num_rows, x.stride(0), NUM_COLUMNS=num_columns, K=k, SOFTMAX=softmax, ROWS=rows,
-                COLUMNS=columns, BLOCK_K=triton.next_power_of_2(k), num_warps=4,
+                values, indices, x, num_rows, x.stride(0), NUM_COLUMNS=num_columns, K=k, SOFTMAX=softmax,
+                SHARES=shares, ROWS=rows, COLUMNS=columns, BLOCK_K=triton.next_power_of_2(k), num_warps=4,
             )  # fmt: skip
     return values, indices
 
 
 _LIBRARY = torch.library.Library("breakgraph", "FRAGMENT")
-_LIBRARY.define("top_k(Tensor x, int k, bool softmax) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "top_k(Tensor x, int k, bool softmax, bool shares=False, ScalarType? dtype=None) -> (Tensor, Tensor)"
+)
 for _key in ("CUDA", "CPU"):
     _LIBRARY.impl("top_k", _top_k, _key)
 _LIBRARY.impl("top_k", _empty, "Meta")
@@ -88,5 +97,6 @@ top_k: Any = torch.ops.breakgraph.top_k.default
 """x [T, N] with any strides, N up to MAX_COLUMNS, k up to MAX_K and N: the k largest of each row, [T, k], the largest
 first, and their columns, int64 [T, k]. Of equal ones that with the lower column comes first; NaN is larger than all.
 
-With `softmax` the values are those of the row's softmax, in float32; otherwise those of x, in its dtype.
+With `softmax` the values are those of the row's softmax, in float32; otherwise those of x, in its dtype. With `shares`
+each is divided by the sum of the k. `dtype`: what they are rounded to in the end.
 """

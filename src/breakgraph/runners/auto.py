@@ -158,7 +158,7 @@ class ChoosingRunner(Runner):
     def _replay_as(self, name: str, size: int, plan: Plan) -> None:
         """A step as it will be."""
         self._choose(size, name)
-        with self._ready_for_replay(self.spec.dummy_batch(size), size):
+        with torch.no_grad(), self._ready_for_replay(self.spec.dummy_batch(size), size):
             plan.replay()
 
 

@@ -6,7 +6,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -215,12 +215,13 @@ class Runner(ABC):
         """
         self._check_open()
         self.spec.check(batch)
-        reason = admit(self.spec, self.backend, batch.num_tokens, batch.num_reqs)
-        if reason is not None:
+        size = self.spec.bucket_for(batch.num_tokens, batch.num_reqs) if self.backend.captures else None
+        if size is None or not self.backend.captured(self.spec.key(size)):
+            reason = admit(self.spec, self.backend, batch.num_tokens, batch.num_reqs)
+            assert reason is not None
             logits = self._run_eager(batch)
             self.stats.eager_steps[reason] += 1
             return logits
-        size = self._bucket(batch)
         logits = self._replay(batch, size)
         self.stats.replays[size] += 1
         self.stats.num_padded_tokens += self.spec.num_rows("tokens", size) - batch.num_tokens
@@ -309,18 +310,16 @@ class Runner(ABC):
             logger.exception("could not close %s after a failed capture", key)
 
     def _replay(self, batch: StepBatch, size: int) -> Tensor:
-        with self._ready_for_replay(batch, size):
+        with torch.no_grad(), self._ready_for_replay(batch, size):
             logits: Tensor = self.backend.replay(self.spec.key(size))
         return logits[: batch.num_reqs]
 
-    @contextmanager
-    def _ready_for_replay(self, batch: StepBatch, size: int) -> Iterator[None]:
-        """Inputs and metadata are in place; with breaks the GPU works on the first segment while attention is planned,
-        which that segment needs no plan for."""
+    def _ready_for_replay(self, batch: StepBatch, size: int) -> AbstractContextManager[None]:
+        """Inputs are in place; metadata is while the context lasts. With breaks the GPU works on the first segment
+        while attention is planned, which that segment needs no plan for."""
         step = self._attention_step(batch, self._load(batch, size), in_bucket=True)
         plan = partial(self.attention.plan, step)
-        with torch.no_grad(), use_step(plan if self.backend.has_breaks(self.spec.key(size)) else plan()):
-            yield
+        return use_step(plan if self.backend.has_breaks(self.spec.key(size)) else plan())
 
     def _run_eager(self, batch: StepBatch) -> Tensor:
         fields = live_fields(self.spec, batch, self.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -50,7 +51,7 @@ class StepBatch:
     @property
     def cu_seqlens_q(self) -> Ints:
         """[num_reqs + 1] running sum of q_lens from 0."""
-        return np.cumsum((0, *self.q_lens))
+        return list(accumulate(self.q_lens, initial=0))
 
     def check(self) -> None:
         """Raises ConfigError where lengths disagree; says which field, and what it should be."""

@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
+from typing import cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from breakgraph.errors import ConfigError
 from breakgraph.runners.batch import Ints, StepBatch
 from breakgraph.runners.spec import FieldSpec, Pad, PhaseSpec
 
@@ -31,7 +30,7 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype[np.generic]:
     return torch.empty(0, dtype=dtype).numpy().dtype
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Place:
     """Where a field lies in its buffer."""
 
@@ -46,22 +45,6 @@ class _Place:
         size = self.field.dtype.itemsize
         return typed[self.start // size : self.end // size].view(self.shape)
 
-    def fill(self, buffer: NDArray[np.uint8], values: Values) -> None:
-        """Write ``values``, and padding behind them. Raises ConfigError: a value is out of the field's limit."""
-        field, num_live = self.field, len(values)
-        array = buffer[self.start : self.end].view(self.dtype).reshape(self.shape)
-        pad = 0 if isinstance(field.pad, Pad) else field.pad
-        if field.tail:
-            array[...] = pad
-            for row, row_values in enumerate(values):
-                array[row, : len(row_values)] = row_values
-        else:
-            array[:num_live] = values
-            array[num_live:] = values[-1] if field.pad is Pad.REPEAT_LAST else pad
-        if field.limit is not None and array.size and not 0 <= array.min() <= array.max() < field.limit:
-            row = int(np.argwhere((array < 0) | (array >= field.limit))[0][0])
-            raise ConfigError(f"{field.name}[{row}]: expected 0 <= value < {field.limit}, got {values[row]}")
-
 
 class _Layout:
     """Fields of so many rows each, one behind the other."""
@@ -75,19 +58,37 @@ class _Layout:
             end = start + rows * prod(field.tail) * dtype.itemsize
             self.places.append(_Place(field, (rows, *field.tail), start, end, dtype))
         self.num_bytes = -(-end // _WIDEST) * _WIDEST
+        # What `stage` needs of each, as it runs while the device waits: dtype, first and last element, elements of a
+        # row (0: the field has no tail), padding (None: the last value).
+        self._dtypes = list({place.dtype for place in self.places})
+        self._fills = [
+            (
+                self._dtypes.index(p.dtype), p.start // p.dtype.itemsize, p.end // p.dtype.itemsize,
+                prod(p.field.tail) if p.field.tail else 0, None if isinstance(p.field.pad, Pad) else p.field.pad,
+            )
+            for p in self.places
+        ]  # fmt: skip
 
     def stage(self, values: Sequence[Values], device: torch.device) -> Tensor:
         """A fresh host tensor [num_bytes] uint8 of the fields' values, pinned where ``device`` copies asynchronously.
 
         Never reused: torch's host allocator holds the memory until the copy that reads it has run.
-
-        Raises:
-            ConfigError: a value is out of its field's limit.
         """
         host = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        array = host.numpy()
-        for place, field_values in zip(self.places, values, strict=True):
-            place.fill(array, field_values)
+        raw = host.numpy()
+        arrays = [raw.view(dtype) for dtype in self._dtypes]
+        for (which, start, end, row, pad), rows in zip(self._fills, values, strict=True):
+            array = arrays[which]
+            if row:
+                array[start:end] = pad
+                for live in cast("Sequence[Ints]", rows):
+                    array[start : start + len(live)] = live
+                    start += row
+                continue
+            padded = start + len(rows)
+            array[start:padded] = rows
+            if padded < end:
+                array[padded:end] = array[padded - 1] if pad is None else pad
         return host
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
@@ -102,11 +103,7 @@ def _layout_of(fields: tuple[tuple[FieldSpec, int], ...]) -> _Layout:
 
 
 def stage_fields(parts: Sequence[tuple[FieldSpec, Values]], device: torch.device) -> Mapping[str, Tensor]:
-    """Fresh, unpadded tensors on ``device``, by field name: one copy goes there, nothing waits.
-
-    Raises:
-        ConfigError: a value is out of its field's limit.
-    """
+    """Fresh, unpadded tensors on ``device``, by field name: one copy goes there, nothing waits."""
     layout = _layout_of(tuple((field, len(values)) for field, values in parts))
     return layout.views(layout.stage([values for _, values in parts], device).to(device, non_blocking=True))
 
@@ -126,11 +123,11 @@ class StaticBuffers:
         self._spec = spec
         self._device = device
         # Tables stay on the reserved block, row numbers in the smallest bucket.
-        self._poison = {f.name: 0 if f.limit is not None or isinstance(f.pad, Pad) else 1 for f in spec.fields}
+        self._poison = {f.name: 0 if f.tail or isinstance(f.pad, Pad) else 1 for f in spec.fields}
         self._layouts = {
             size: _Layout([(field, spec.num_rows(field.axis, size)) for field in spec.fields]) for size in spec.ladder
         }
-        self._first_parts: dict[tuple[int, frozenset[str]], _Layout] = {}
+        self._targets: dict[tuple[int, frozenset[str]], tuple[_Layout, Tensor]] = {}
         self.num_bytes = max(layout.num_bytes for layout in self._layouts.values())
         # Ordinary tensors whatever the caller's mode: inference tensors could not be rewritten outside inference mode.
         with torch.inference_mode(False):
@@ -149,25 +146,25 @@ class StaticBuffers:
     def load(
         self, batch: StepBatch, size: int, without: frozenset[str] = frozenset()
     ) -> Mapping[str, Tensor]:  # fmt: skip
-        """Write a whole bucket: live rows, then padding to its last row. All values are checked before the write.
+        """Write a whole bucket: live rows, then padding to its last row. The values are those of a checked step.
 
         Invalidated by: the next load of any bucket.
 
         Args:
             without: The last fields, by name, where the bucket's graph reads none of them: they keep what they hold.
         """
-        layout = self._first_part(size, without) if without else self._layouts[size]
-        values = [getattr(batch, place.field.name) for place in layout.places]
-        host = layout.stage(values, self._device)
-        self._buffer[: layout.num_bytes].copy_(host, non_blocking=True)
+        found = self._targets.get((size, without))
+        layout, target = found or self._target(size, without)
+        host = layout.stage([getattr(batch, place.field.name) for place in layout.places], self._device)
+        target.copy_(host, non_blocking=True)
         return self._views[size]
 
-    def _first_part(self, size: int, without: frozenset[str]) -> _Layout:
-        """Fields lie where they do in the whole layout, as they are the first ones."""
-        part = self._first_parts.get((size, without))
-        if part is None:
-            kept = [place for place in self._layouts[size].places if place.field.name not in without]
-            part = _Layout([(place.field, place.shape[0]) for place in kept])
-            assert part.places == self._layouts[size].places[: len(kept)], f"{sorted(without)} are not the last fields"
-            self._first_parts[size, without] = part
-        return part
+    def _target(self, size: int, without: frozenset[str]) -> tuple[_Layout, Tensor]:
+        """The layout of a load, and the memory that it writes. Fields lie where they do in the whole layout."""
+        layout = self._layouts[size]
+        if without:
+            kept = [place for place in layout.places if place.field.name not in without]
+            layout = _Layout([(place.field, place.shape[0]) for place in kept])
+            assert layout.places == kept, f"{sorted(without)} are not the last fields"
+        self._targets[size, without] = layout, self._buffer[: layout.num_bytes]
+        return self._targets[size, without]

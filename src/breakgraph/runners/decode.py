@@ -48,7 +48,6 @@ def decode_spec(
                 axis="requests",
                 pad=RESERVED_BLOCK,
                 tail=(max_blocks_per_seq,),
-                limit=num_blocks,
             ),
             FieldSpec(name="logits_rows", dtype=torch.int64, axis="requests", pad=Pad.REPEAT_LAST),
             FieldSpec(name="num_live_tokens", dtype=torch.int32, axis="step", pad=0),

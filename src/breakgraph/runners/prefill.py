@@ -53,7 +53,7 @@ def prefill_spec(
         ladder=default_ladder(top) if buckets is None else check_ladder(buckets, "prefill_buckets"),
         max_size=top,
         max_num_seqs=max_num_seqs,
-        fields=fields if request_slots is None else fields + _slot_fields(max_blocks_per_seq, num_blocks),
+        fields=fields if request_slots is None else fields + _slot_fields(max_blocks_per_seq),
         tokens_per_req=None,
         attention_support=frozenset() if request_slots is None else frozenset({"varlen"}),
         num_blocks=num_blocks,
@@ -63,9 +63,9 @@ def prefill_spec(
     )
 
 
-def _slot_fields(max_blocks_per_seq: int, num_blocks: int) -> tuple[FieldSpec, ...]:
+def _slot_fields(max_blocks_per_seq: int) -> tuple[FieldSpec, ...]:
     """Request metadata. An unused slot is a sentinel: no tokens, no keys, and its start parked after the last token."""
-    return (_CU_SEQLENS_Q, _SEQ_LENS, _table_field(max_blocks_per_seq, num_blocks))
+    return (_CU_SEQLENS_Q, _SEQ_LENS, _table_field(max_blocks_per_seq))
 
 
 SLOT_FIELDS = frozenset({"cu_seqlens_q", "seq_lens", "block_tables"})
@@ -74,14 +74,13 @@ _CU_SEQLENS_Q = FieldSpec(name="cu_seqlens_q", dtype=torch.int32, axis="request_
 _SEQ_LENS = FieldSpec(name="seq_lens", dtype=torch.int32, axis="requests", pad=0)
 
 
-def _table_field(width: int, limit: int | None) -> FieldSpec:
+def _table_field(width: int) -> FieldSpec:
     return FieldSpec(
         name="block_tables",
         dtype=torch.int32,
         axis="requests",
         pad=RESERVED_BLOCK,
         tail=(width,),
-        limit=limit,
     )
 
 
@@ -104,7 +103,7 @@ class PrefillRunner(Runner):
 
 
 def _staged_requests(batch: StepBatch, device: torch.device) -> RequestTensors:
-    table_field = _table_field(max(map(len, batch.block_tables)), limit=None)  # the step was checked
+    table_field = _table_field(max(map(len, batch.block_tables)))
     parts = ((_CU_SEQLENS_Q, batch.cu_seqlens_q), (_SEQ_LENS, batch.seq_lens), (table_field, batch.block_tables))
     return RequestTensors(**stage_fields(parts, device))
 

@@ -16,6 +16,8 @@ from breakgraph.graph import ShapeKey
 from breakgraph.runners.batch import Ints, StepBatch
 from breakgraph.runners.ladder import bucket_for
 
+_least, _greatest = np.minimum.reduce, np.maximum.reduce
+"""What arrays have as methods too, which go through some Python."""
 RESERVED_SLOT = 0
 """The KV slot that padded tokens write to, in the reserved block."""
 
@@ -40,8 +42,6 @@ class FieldSpec:
     """What the rows (and columns) past the live ones hold, rewritten on every step."""
     tail: tuple[int, ...] = ()
     """Shape of one row."""
-    limit: int | None = None
-    """Values must lie in 0 <= value < limit; None: any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +106,15 @@ class PhaseSpec:
     def check(self, batch: StepBatch) -> None:
         """Raises ConfigError where ``batch`` does not fit this phase or the KV cache. Touches nothing."""
         batch.check()
-        for index, q_len in enumerate(batch.q_lens):
-            if self.tokens_per_req not in (None, q_len):
-                raise ConfigError(
-                    f"{self.phase}: expected {self.tokens_per_req} new tokens in request {index}, got {q_len}"
-                )
+        if self.tokens_per_req is not None:
+            for index, q_len in enumerate(batch.q_lens):
+                if q_len != self.tokens_per_req:
+                    raise ConfigError(
+                        f"{self.phase}: expected {self.tokens_per_req} new tokens in request {index}, got {q_len}"
+                    )
         slots = np.asarray(batch.slot_mapping)
         first, end = self.block_size, self.num_blocks * self.block_size
-        if not first <= slots.min() <= slots.max() < end:
+        if not first <= _least(slots) <= _greatest(slots) < end:
             wrong = int(((slots < first) | (slots >= end)).argmax())
             raise ConfigError(
                 f"{self.phase}: slot_mapping[{wrong}]: expected {first} <= slot < {end} (block {RESERVED_BLOCK} is "
@@ -143,8 +144,8 @@ class PhaseSpec:
 
     def _check_block_numbers(self, tables: Sequence[Ints]) -> None:
         """Of all requests at once."""
-        blocks = np.concatenate(tables)
-        if blocks.size and not 0 <= blocks.min() <= blocks.max() < self.num_blocks:
+        blocks = np.concatenate(tables) if len(tables) > 1 else np.asarray(tables[0])
+        if blocks.size and not 0 <= _least(blocks) <= _greatest(blocks) < self.num_blocks:
             at = int(((blocks < 0) | (blocks >= self.num_blocks)).argmax())
             index = int(np.searchsorted(np.cumsum([len(table) for table in tables]), at, side="right"))
             raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from breakgraph.attention import KVCacheBuffers
@@ -37,3 +38,13 @@ def test_slots_count_through_the_blocks() -> None:
     keys, values = kv.read_blocks(0, torch.tensor([4, 2], dtype=torch.int32))
     assert torch.equal(keys[[7, 0]], k[:2])
     assert torch.equal(values[[7, 0]], v[:2])
+
+
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_a_layer_whose_storage_has_gaps_is_named(which: str) -> None:
+    kv = KVCacheBuffers.allocate(LAYERS, 5, 4, torch.float32, "cpu")
+    kv.assert_contiguous()
+    buffers = getattr(kv, which)
+    gapped = replace(kv, **{which: {**buffers, 1: buffers[1][..., ::2]}})
+    with pytest.raises(AssertionError, match="cache of layer 1 is not contiguous"):
+        gapped.assert_contiguous()

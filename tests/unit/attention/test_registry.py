@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from breakgraph.attention import ATTENTION_NAMES, GraphSupport, make_attention, registry
-from breakgraph.attention.registry import PhaseAttention
+from breakgraph.attention.phase import PhaseAttention
 from breakgraph.attention.sdpa import SdpaAttention
 from breakgraph.attention.triton import TritonAttention
 from breakgraph.errors import ConfigError, UnknownNameError

@@ -133,11 +133,8 @@ def test_f33_an_invalidated_family_is_captured_again_through_its_backend() -> No
         assert torch.equal(backend.replay(key), model(x))
 
 
-@pytest.mark.parametrize("begins_with_break", [False, True])
 @pytest.mark.parametrize("late", [False, True])
-def test_a_late_check_comes_behind_the_first_segment_and_before_all_else(
-    device: torch.device, late: bool, begins_with_break: bool
-) -> None:
+def test_a_late_check_comes_behind_all_launches(device: torch.device, late: bool) -> None:
     model, x = nn.Linear(4, 4).eval().to(device), torch.randn(3, 4, device=device)
     counts, calls = torch.zeros(2, device=device), list[str]()
 
@@ -149,8 +146,6 @@ def test_a_late_check_comes_behind_the_first_segment_and_before_all_else(
         note()
 
     def forward() -> torch.Tensor:
-        if begins_with_break:
-            noted()
         counts[0] += 1
         y = model(x)
         noted()
@@ -164,14 +159,38 @@ def test_a_late_check_comes_behind_the_first_segment_and_before_all_else(
         model.weight = nn.Parameter(torch.zeros_like(weight))
         with pytest.raises(StalePlanError, match=r"Linear\.weight was"):
             plan.replay()
-        assert counts.tolist() == [float(late and not begins_with_break), 0.0]
-        assert not calls
+        assert counts.tolist() == [float(late)] * 2
+        assert len(calls) == late
         with pytest.raises(StaleOutputError, match="its last replay failed"):
             _ = plan.outputs
-        model.weight = weight
+        model.weight, counts[:] = weight, 0
         for _ in range(8):  # through those whose launches are timed
             assert torch.equal(plan.replay(), model(model(x)))
-        assert counts[1].item() == 8
+        assert counts.tolist() == [8, 8]
+
+
+def test_what_a_stale_plan_ran_into_is_told_as_stale(device: torch.device) -> None:
+    model, x, fails = nn.Linear(4, 4).eval().to(device), torch.randn(3, 4, device=device), list[str]()
+
+    @breakgraph.eager_on_graph
+    def meets_garbage() -> None:
+        if fails:
+            raise ValueError(fails[0])
+
+    def forward() -> torch.Tensor:
+        meets_garbage()
+        return model(x)
+
+    with torch.no_grad(), PlanFamily(device) as family:
+        family.checks_late = True
+        plan = family.capture(forward)
+        fails.append("garbage")
+        with pytest.raises(ValueError, match="garbage"):
+            plan.replay()
+        model.weight = nn.Parameter(torch.zeros_like(model.weight))
+        with pytest.raises(StalePlanError, match=r"Linear\.weight was") as caught:
+            plan.replay()
+        assert isinstance(caught.value.__context__, ValueError)
 
 
 def test_a_late_check_asks_first_whether_the_plan_is_there() -> None:

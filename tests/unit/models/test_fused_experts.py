@@ -46,9 +46,12 @@ def model_of(name: str, fused: bool) -> HFModel:
     return model
 
 
-def driver_of(name: str, fused: bool, driver: type[PackedDriver] = CountingDriver) -> PackedDriver:
-    model = model_of(name, fused)
+def drive(model: HFModel, driver: type[PackedDriver]) -> PackedDriver:
     return driver(model, make_attention("sdpa", DEVICE, torch.float32, model.layers))
+
+
+def driver_of(name: str, fused: bool, driver: type[PackedDriver] = CountingDriver) -> PackedDriver:
+    return drive(model_of(name, fused), driver)
 
 
 def tokens(count: int) -> list[int]:
@@ -70,7 +73,8 @@ def test_a_block_with_experts_is_traced_in_as_many_pieces_as_one_without() -> No
 
 
 def test_padding_is_traced_once_more_and_its_amount_never() -> None:
-    plain, counting = driver_of("qwen3_moe", True, PackedDriver), driver_of("qwen3_moe", True)
+    model = model_of("qwen3_moe", True)  # one for both: each has code of its own
+    plain, counting = (drive(model, driver) for driver in (PackedDriver, CountingDriver))
     plain.step([(TokenSequence(tokens(3)), 3)])
     pieces = graphs()
     counting.step([(TokenSequence(tokens(3)), 3)], padding=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +61,17 @@ def test_nan_is_the_largest() -> None:
     assert top_k(x[:, [0, 2, 3]], 2, True)[0].isnan().all()
 
 
+@pytest.mark.parametrize("softmax", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_shares_are_parts_of_the_sum_of_what_was_chosen(softmax: bool, dtype: torch.dtype | None) -> None:
+    x = torch.rand(7, 20, device=DEVICE) + 0.1
+    values, indices = top_k(x, 5, softmax)
+    shares, same = top_k(x, 5, softmax, True, dtype)
+    assert shares.dtype == (dtype or torch.float32)
+    assert torch.equal(indices, same)
+    torch.testing.assert_close(shares, (values / values.sum(-1, keepdim=True)).to(shares.dtype))
+
+
 def test_no_rows() -> None:
     values, indices = top_k(torch.empty(0, 8, device=DEVICE), 2, True)
     assert values.shape == indices.shape == (0, 2)
@@ -109,20 +121,24 @@ def of_many(logits: Tensor) -> tuple[Tensor, Tensor]:
     return torch.topk(logits.repeat(1, 50), 4)
 
 
-@pytest.mark.parametrize(("route", "softmax"), [
-    (of_softmax, True), (softmax_of, False), (of_softmax_that_is_read, False), (of_softmax_over_tokens, False),
-    (of_something_like_it, False), (of_the_smallest, None), (of_tokens, None), (of_groups, None), (of_many, None),
-])  # fmt: skip
-def test_what_the_graph_of_a_block_gets(route: Route, softmax: bool | None) -> None:
-    x = (torch.randn(6 * NUM_EXPERTS, device=DEVICE) * 2).half()
+def routed(route: Route, x: Tensor) -> tuple[fx.GraphModule, list[tuple[Any, ...]]]:
+    """What becomes of a router's graph, and the arguments of each top_k behind the tensor."""
     module: fx.GraphModule = make_fx(
         lambda x: route(x.view(-1, NUM_EXPERTS)), select_decomp_table(), tracing_mode="symbolic"
     )(x)  # fmt: skip
     BlockRewrites()(module.graph)
     module.graph.lint()
     module.recompile()
-    found = [node.args[2] for node in module.graph.nodes if node.target is top_k]
-    assert found == ([] if softmax is None else [softmax])
+    return module, [node.args[2:] for node in module.graph.nodes if node.target is top_k]
+
+
+@pytest.mark.parametrize(("route", "softmax"), [
+    (of_softmax, True), (softmax_of, False), (of_softmax_that_is_read, False), (of_softmax_over_tokens, False),
+    (of_something_like_it, False), (of_the_smallest, None), (of_tokens, None), (of_groups, None), (of_many, None),
+])  # fmt: skip
+def test_what_the_graph_of_a_block_gets(route: Route, softmax: bool | None) -> None:
+    module, found = routed(route, (torch.randn(6 * NUM_EXPERTS, device=DEVICE) * 2).half())
+    assert [arguments[0] for arguments in found] == ([] if softmax is None else [softmax])
     assert softmax is not True or not module.graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default)
     for num_tokens in (6, 9):
         x = torch.randn(num_tokens * NUM_EXPERTS, device=DEVICE).half()
@@ -130,3 +146,24 @@ def test_what_the_graph_of_a_block_gets(route: Route, softmax: bool | None) -> N
         # Without sorted=True any order is right, and so is either of two equal ones.
         torch.testing.assert_close(got[0].sort().values, expected[0].sort().values, rtol=1e-3, atol=1e-3)
         assert (got[1].sort().values == expected[1].sort().values).float().mean() > 0.9
+
+
+def shares(logits: Tensor, *, rounded: bool = True, total_of: int = 0, is_read: bool = False) -> tuple[Tensor, Tensor]:
+    chosen, index = torch.topk(torch.softmax(logits, -1, dtype=torch.float32), 4)
+    total = chosen.sum(-1 if total_of == 0 else 0, keepdim=True)
+    share = chosen / total
+    return (share.to(logits.dtype) if rounded else share) + (chosen if is_read else 0), index
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    ({}, (True, True, torch.float16)), ({"rounded": False}, (True, True, torch.float32)),
+    ({"total_of": 1}, (True,)), ({"is_read": True}, (True,)),
+])  # fmt: skip
+def test_shares_are_taken_where_the_values_are_chosen(options: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return shares(logits, **options)
+
+    x = (torch.randn(6 * NUM_EXPERTS, device=DEVICE) * 2).half()
+    module, found = routed(route, x)
+    assert found == [expected]
+    torch.testing.assert_close(module(x)[0], route(x.view(-1, NUM_EXPERTS))[0], rtol=1e-3, atol=1e-3)

@@ -62,6 +62,8 @@ def test_arrays_are_batches_too() -> None:
         ({"slot_mapping": [-1, *GOOD.slot_mapping[1:]]}, r"slot_mapping\[0\]: expected 4 <= slot < 256 .*got -1"),
         ({"block_tables": [[1], [2], [4, 5]]}, r"block_tables\[1\]: expected 2 \(seq_len 5\) to 8 .*got 1"),
         ({"block_tables": [[1] * 9, [2, 3], [4, 5]]}, r"block_tables\[0\]: expected 1 \(seq_len 4\) to 8 .*got 9"),
+        ({"block_tables": [[1], [2, 3], [4, 64]]}, r"block_tables\[2\]: expected 0 <= value < 64, got .*64"),
+        ({"block_tables": [[-1], [2, 3], [4, 5]]}, r"block_tables\[0\]: expected 0 <= value < 64, got .*-1"),
         ({"block_tables": [[1], [4, 5], [2, 3]]}, "request 1: its block table puts its last token in slot 20"),
         ({"seq_lens": [4, 5, 9], "block_tables": [[1], [2, 3], [4, 5, 6]]}, "request 2: .*slot 24, .*says 23"),
     ],
