@@ -22,7 +22,7 @@ from breakgraph.graph import PlanFamily, get_device
 from breakgraph.runners.base import Progress, Runner
 from breakgraph.runners.batch import StepBatch
 from breakgraph.runners.decode import DecodeRunner
-from breakgraph.runners.prefill import SLOT_FIELDS, PrefillRunner, SlottedPrefillRunner, slotted_step
+from breakgraph.runners.prefill import PrefillRunner, SlottedPrefillRunner, slotted_step
 
 if TYPE_CHECKING:
     from breakgraph.backends import Backend
@@ -169,11 +169,6 @@ class AutoPrefillRunner(ChoosingRunner, PrefillRunner):
         if in_bucket and not self.backend.has_breaks(self.spec.key(fields["slot_mapping"].shape[0])):
             return slotted_step(self.spec, batch, fields, in_bucket)
         return super()._attention_step(batch, fields, in_bucket)
-
-    def _load(self, batch: StepBatch, size: int) -> Mapping[str, Tensor]:
-        """Without the request slots, for most of which there is no request, where a bucket has breaks."""
-        has_breaks = self.backend.has_breaks(self.spec.key(size))
-        return self._allocated().load(batch, size, SLOT_FIELDS if has_breaks else frozenset())
 
 
 class AutoDecodeRunner(ChoosingRunner, DecodeRunner):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,9 @@ class Runner(ABC):
 
     Owns: the backend, the static buffers. Borrows: the forward, the attention, the backend's plan family.
     """
+
+    has_live_metadata: ClassVar[bool] = False
+    """Whether breaks read metadata of the step's own requests, and not what lies in the rows of the bucket."""
 
     def __init__(
         self,
@@ -328,7 +331,8 @@ class Runner(ABC):
 
     def _load(self, batch: StepBatch, size: int) -> Mapping[str, Tensor]:
         """Write a step into the static buffers of a bucket, which it gives by field name."""
-        return self._allocated().load(batch, size)
+        for_breaks = self.has_live_metadata and self.backend.has_breaks(self.spec.key(size))
+        return self._allocated().load(batch, size, for_breaks)
 
     def _plan_attention(self, batch: StepBatch, fields: Mapping[str, Tensor], in_bucket: bool) -> AttentionMetadata:
         return self.attention.plan(self._attention_step(batch, fields, in_bucket))

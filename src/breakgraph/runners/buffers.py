@@ -6,7 +6,7 @@ The fields of a bucket lie one behind the other, so that a step is one copy from
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import prod
 from typing import cast
@@ -22,6 +22,8 @@ _ALIGNMENT = 256
 """Bytes; what an allocation of its own would have, and kernels are compiled for."""
 _WIDEST = 8
 """Bytes of the widest element: a buffer is so many of each."""
+_MAX_TARGETS = 512
+"""Layouts that are remembered, of buckets with numbers of requests and widths of their tables."""
 Values = Ints | Sequence[Ints]
 
 
@@ -122,13 +124,17 @@ class StaticBuffers:
     def __init__(self, spec: PhaseSpec, device: torch.device) -> None:
         self._spec = spec
         self._device = device
+        self.break_views: Mapping[str, Tensor] = {}
+        """The spec's break fields, by name, as the last load for breaks left them: in the step's live rows only."""
         # Tables stay on the reserved block, row numbers in the smallest bucket.
         self._poison = {f.name: 0 if f.tail or isinstance(f.pad, Pad) else 1 for f in spec.fields}
         self._layouts = {
             size: _Layout([(field, spec.num_rows(field.axis, size)) for field in spec.fields]) for size in spec.ladder
         }
-        self._targets: dict[tuple[int, frozenset[str]], tuple[_Layout, Tensor]] = {}
-        self.num_bytes = max(layout.num_bytes for layout in self._layouts.values())
+        self._targets: dict[tuple[int, int, int], tuple[_Layout, Tensor, Mapping[str, Tensor]]] = {}
+        most = max(spec.max_num_seqs, spec.request_slots or 0), spec.max_blocks_per_seq
+        layouts = [*self._layouts.values(), *(self._with_live_rows(size, *most) for size in spec.ladder)]
+        self.num_bytes = max(layout.num_bytes for layout in layouts)
         # Ordinary tensors whatever the caller's mode: inference tensors could not be rewritten outside inference mode.
         with torch.inference_mode(False):
             self._buffer = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
@@ -143,28 +149,46 @@ class StaticBuffers:
         for name, view in self._views[size].items():
             view.fill_(self._poison[name])
 
-    def load(
-        self, batch: StepBatch, size: int, without: frozenset[str] = frozenset()
-    ) -> Mapping[str, Tensor]:  # fmt: skip
+    def load(self, batch: StepBatch, size: int, for_breaks: bool = False) -> Mapping[str, Tensor]:
         """Write a whole bucket: live rows, then padding to its last row. The values are those of a checked step.
 
         Invalidated by: the next load of any bucket.
 
         Args:
-            without: The last fields, by name, where the bucket's graph reads none of them: they keep what they hold.
+            for_breaks: Whether attention is in breaks: what those read is written, in the place of fields of the same
+                names.
         """
-        found = self._targets.get((size, without))
-        layout, target = found or self._target(size, without)
+        is_for_breaks = for_breaks and bool(self._spec.break_fields)
+        key = (size, batch.num_reqs, max(map(len, batch.block_tables))) if is_for_breaks else (size, 0, 0)
+        found = self._targets.get(key)
+        layout, target, views = found or self._target(*key)
         host = layout.stage([getattr(batch, place.field.name) for place in layout.places], self._device)
         target.copy_(host, non_blocking=True)
+        self.break_views = views
         return self._views[size]
 
-    def _target(self, size: int, without: frozenset[str]) -> tuple[_Layout, Tensor]:
-        """The layout of a load, and the memory that it writes. Fields lie where they do in the whole layout."""
-        layout = self._layouts[size]
-        if without:
-            kept = [place for place in layout.places if place.field.name not in without]
-            layout = _Layout([(place.field, place.shape[0]) for place in kept])
-            assert layout.places == kept, f"{sorted(without)} are not the last fields"
-        self._targets[size, without] = layout, self._buffer[: layout.num_bytes]
-        return self._targets[size, without]
+    def _target(self, size: int, num_reqs: int, width: int) -> tuple[_Layout, Tensor, Mapping[str, Tensor]]:
+        """The layout of a load, the memory that it writes, and views for breaks; `num_reqs` 0: without those."""
+        layout, views = self._layouts[size], dict[str, Tensor]()
+        with torch.inference_mode(False):
+            if num_reqs:
+                layout = self._with_live_rows(size, num_reqs, width)
+                all_views = layout.views(self._buffer)
+                views = {field.name: all_views[field.name] for field in self._spec.break_fields}
+            target = layout, self._buffer[: layout.num_bytes], views
+        if len(self._targets) >= _MAX_TARGETS:
+            self._targets.clear()
+        self._targets[size, num_reqs, width] = target
+        return target
+
+    def _with_live_rows(self, size: int, num_reqs: int, width: int) -> _Layout:
+        """A bucket's fields where they always are, then those of breaks."""
+        names = {field.name for field in self._spec.break_fields}
+        kept = [place for place in self._layouts[size].places if place.field.name not in names]
+        live = [
+            (replace(field, tail=(width,)) if field.tail else field, num_reqs + (field.axis == "request_bounds"))
+            for field in self._spec.break_fields
+        ]
+        layout = _Layout([*((place.field, place.shape[0]) for place in kept), *live])
+        assert layout.places[: len(kept)] == kept, f"{sorted(names)} are not the last fields"
+        return layout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 
 import torch
@@ -54,6 +54,7 @@ def prefill_spec(
         max_size=top,
         max_num_seqs=max_num_seqs,
         fields=fields if request_slots is None else fields + _slot_fields(max_blocks_per_seq),
+        break_fields=_slot_fields(max_blocks_per_seq),
         tokens_per_req=None,
         attention_support=frozenset() if request_slots is None else frozenset({"varlen"}),
         num_blocks=num_blocks,
@@ -68,8 +69,8 @@ def _slot_fields(max_blocks_per_seq: int) -> tuple[FieldSpec, ...]:
     return (_CU_SEQLENS_Q, _SEQ_LENS, _table_field(max_blocks_per_seq))
 
 
-SLOT_FIELDS = frozenset({"cu_seqlens_q", "seq_lens", "block_tables"})
-"""What only a graph with attention in it reads; the last fields of a spec with request slots."""
+SLOT_FIELDS = ("cu_seqlens_q", "seq_lens", "block_tables")
+"""What attention reads: the last fields of a spec with request slots, and what breaks have besides their bucket."""
 _CU_SEQLENS_Q = FieldSpec(name="cu_seqlens_q", dtype=torch.int32, axis="request_bounds", pad=Pad.REPEAT_LAST)
 _SEQ_LENS = FieldSpec(name="seq_lens", dtype=torch.int32, axis="requests", pad=0)
 
@@ -87,6 +88,8 @@ def _table_field(width: int) -> FieldSpec:
 class PrefillRunner(Runner):
     """Attention metadata is new on every step and covers the live requests only: attention is in the breaks."""
 
+    has_live_metadata = True
+
     def _attention_step(self, batch: StepBatch, fields: Mapping[str, Tensor], in_bucket: bool) -> AttentionStep:
         slot_mapping = fields["slot_mapping"]
         return AttentionStep(
@@ -96,10 +99,19 @@ class PrefillRunner(Runner):
             q_lens=tuple(batch.q_lens),
             seq_lens=tuple(batch.seq_lens),
             block_tables=batch.block_tables,
-            requests=cache(partial(_staged_requests, batch, self.device)),
+            requests=(
+                _requests_in(self._allocated().break_views)
+                if in_bucket
+                else cache(partial(_staged_requests, batch, self.device))
+            ),
             slot_mapping_gpu=slot_mapping,
             num_tokens_gpu=fields["num_live_tokens"] if in_bucket else None,
         )
+
+
+def _requests_in(fields: Mapping[str, Tensor]) -> Callable[[], RequestTensors]:
+    requests = RequestTensors(**{name: fields[name] for name in SLOT_FIELDS})
+    return lambda: requests
 
 
 def _staged_requests(batch: StepBatch, device: torch.device) -> RequestTensors:
@@ -123,14 +135,13 @@ def slotted_step(
 ) -> AttentionStep:  # fmt: skip
     """The step of a spec with request slots, see :meth:`Runner._attention_step`."""
     slot_mapping = fields["slot_mapping"]
-    requests = RequestTensors(**{name: fields[name] for name in SLOT_FIELDS})
     return AttentionStep(
         phase=spec.phase,
         num_tokens=batch.num_tokens,
         padded_num_tokens=slot_mapping.shape[0],
         q_lens=tuple(batch.q_lens),
         seq_lens=tuple(batch.seq_lens),
-        requests=lambda: requests,
+        requests=_requests_in(fields),
         slot_mapping_gpu=slot_mapping,
         num_tokens_gpu=fields["num_live_tokens"] if in_bucket else None,
         fixed_slots=in_bucket,

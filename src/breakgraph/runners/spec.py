@@ -57,6 +57,10 @@ class PhaseSpec:
     max_num_seqs: int
     """Requests in a step, at most; and room for requests in a bucket, unless request_slots says less."""
     fields: tuple[FieldSpec, ...]
+    """What graphs read, in the rows of a bucket."""
+    break_fields: tuple[FieldSpec, ...] = ()
+    """What breaks read, and no graph: as many rows as the step has, the last axis as wide as its longest row. They may
+    have the names of the last of the fields, which steps with breaks then have no use for."""
     tokens_per_req: int | None
     """Fixed tokens of each request, or None where they vary. Fixed when size_axis is requests."""
     attention_support: frozenset[str]
@@ -68,7 +72,7 @@ class PhaseSpec:
     """Rows of request metadata in a bucket that holds them; None: metadata is new on every step."""
 
     def __post_init__(self) -> None:
-        for field in self.fields:
+        for field in (*self.fields, *self.break_fields):
             assert hasattr(StepBatch, field.name), f"{self.phase}: field {field.name!r} is not one of StepBatch"
         assert self.size_axis == "tokens" or self.tokens_per_req is not None, f"{self.phase}: requests of unknown size"
 

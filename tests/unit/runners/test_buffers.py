@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -50,16 +51,35 @@ def test_unused_request_slots_are_sentinels_by_hand() -> None:
     }
 
 
-def test_the_last_fields_may_be_left_as_they_are() -> None:
-    spec, last = make_prefill_spec(request_slots=3), frozenset({"cu_seqlens_q", "seq_lens", "block_tables"})
-    buffers, whole = poisoned(spec), poisoned(spec)
-    for _ in range(2):
-        views = buffers.load(make_batch([(3, 1), (0, 5)], first_token=10), 8, last)
-        expected = whole.load(make_batch([(3, 1), (0, 5)], first_token=10), 8)
-        for name, view in views.items():
-            assert (view == (GARBAGE if name in last else expected[name])).all(), name
-    with pytest.raises(AssertionError, match="are not the last fields"):
-        buffers.load(make_batch([(3, 1)]), 8, frozenset({"positions"}))
+@pytest.mark.parametrize("request_slots", [None, 3])
+def test_what_breaks_read_is_there_in_live_rows_only(request_slots: int | None) -> None:
+    spec = make_prefill_spec(request_slots=request_slots)
+    buffers, plain = poisoned(spec), poisoned(spec)
+    for requests in ([(3, 1), (0, 5)], [(9, 2)], [(1, 1), (0, 2), (2, 2)]):  # one after the other in the same memory
+        batch = make_batch(requests, first_token=10)
+        views, expected = buffers.load(batch, 8, for_breaks=True), plain.load(batch, 8)
+        assert {name: view.tolist() for name, view in buffers.break_views.items()} == {
+            "cu_seqlens_q": list(batch.cu_seqlens_q),
+            "seq_lens": list(batch.seq_lens),
+            "block_tables": [list(t) + [0] * (max(map(len, batch.block_tables)) - len(t)) for t in batch.block_tables],
+        }
+        for name in ("input_ids", "positions", "slot_mapping", "logits_rows", "num_live_tokens"):
+            assert views[name].tolist() == expected[name].tolist(), name
+        assert plain.break_views == {}
+
+
+def test_the_most_that_breaks_may_read_has_room() -> None:
+    spec = make_prefill_spec()
+    buffers = StaticBuffers(spec, CPU)
+    buffers.load(spec.longest_batch(spec.ladder[-1], spec.max_num_seqs), spec.ladder[-1], for_breaks=True)
+    assert buffers.break_views["block_tables"].shape == (spec.max_num_seqs, spec.max_blocks_per_seq)
+
+
+def test_what_breaks_read_has_new_names_or_those_of_the_last_fields() -> None:
+    spec = make_prefill_spec()
+    positions = tuple(field for field in spec.fields if field.name == "positions")
+    with pytest.raises(AssertionError, match=r"\['positions'\] are not the last fields"):
+        StaticBuffers(dataclasses.replace(spec, break_fields=positions), CPU)
 
 
 def test_decode_padding_by_hand() -> None:

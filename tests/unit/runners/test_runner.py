@@ -12,7 +12,7 @@ from breakgraph.attention import current_step
 from breakgraph.errors import ClosedError, ConfigError
 from breakgraph.graph import ShapeKey
 from breakgraph.runners import DecodeRunner, PrefillRunner, Runner, SlottedPrefillRunner, prefill
-from breakgraph.runners.buffers import stage_fields
+from breakgraph.runners.buffers import live_fields, stage_fields
 from unit.backends.fakes import FakeFamily
 from unit.runners.fakes import (
     SETUPS,
@@ -117,12 +117,13 @@ def test_mixed_rows_are_requests_with_one_new_token() -> None:
 
 def test_prefill_metadata_is_new_on_every_step() -> None:
     setup = prefill_setup().ready()
-    setup.runner.run(make_batch([(0, 3)]))
-    setup.runner.run(make_batch([(4, 2), (0, 1)]))
-    first, second = setup.attention.steps
-    assert first.block_tables_gpu.tolist() == [[1]]
-    assert second.block_tables_gpu.tolist() == [[1, 2], [3, 0]]
-    assert first.seq_lens_gpu.data_ptr() != second.seq_lens_gpu.data_ptr()
+    for requests, lens, tables in (
+        ([(0, 3)], [3], [[1]]), ([(4, 2), (0, 1)], [6, 1], [[1, 2], [3, 0]]), ([(0, 2)], [2], [[1]])
+    ):  # fmt: skip
+        setup.runner.run(make_batch(requests))
+        step = setup.attention.steps[-1]
+        assert step.seq_lens_gpu.tolist() == lens
+        assert step.block_tables_gpu.tolist() == tables
 
 
 def test_prefill_refuses_a_block_out_of_range() -> None:
@@ -132,12 +133,23 @@ def test_prefill_refuses_a_block_out_of_range() -> None:
         setup.runner.run(dataclasses.replace(batch, block_tables=[[64, 2]]))
 
 
-def test_request_tensors_of_a_prompt_go_to_the_device_once_and_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_tensors_of_a_prompt_go_to_the_device_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = prefill_setup().ready().runner
+    monkeypatch.setattr(prefill, "stage_fields", None)
+    batch = make_batch([(4, 2), (0, 3)])
+    step = runner._attention_step(batch, runner._load(batch, 8), in_bucket=True)
+    assert step.block_tables is batch.block_tables
+    assert step.seq_lens_gpu.tolist() == [6, 3]
+    assert step.cu_seqlens_q_gpu.tolist() == [0, 2, 5]
+    assert step.block_tables_gpu.shape[0] == 2
+
+
+def test_those_of_an_eager_prompt_go_there_once_and_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = prefill_setup().ready().runner
     staged: list[object] = []
     monkeypatch.setattr(prefill, "stage_fields", lambda *args: staged.append(args) or stage_fields(*args))
     batch = make_batch([(4, 2), (0, 3)])
-    step = runner._attention_step(batch, runner._allocated().load(batch, 8), in_bucket=True)
+    step = runner._attention_step(batch, live_fields(runner.spec, batch, runner.device), in_bucket=False)
     assert step.block_tables is batch.block_tables
     assert staged == []
     assert step.seq_lens_gpu.tolist() == [6, 3]

@@ -158,9 +158,9 @@ def test_metadata_that_a_load_forgets(device: torch.device, monkeypatch: pytest.
     """F12: without poison, eager and replay would read the same stale rows and agree."""
     load = StaticBuffers.load
 
-    def forgetful(self: StaticBuffers, batch: Any, size: int) -> Mapping[str, Tensor]:
+    def forgetful(self: StaticBuffers, batch: Any, size: int, for_breaks: bool) -> Mapping[str, Tensor]:
         kept = self.views(size)["positions"].clamp(0, 1)  # another bucket's fields may lie there
-        fields = load(self, batch, size)
+        fields = load(self, batch, size, for_breaks)
         fields["positions"].copy_(kept)
         return fields
 
