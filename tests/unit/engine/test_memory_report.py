@@ -43,8 +43,8 @@ def test_the_report_adds_up(llm: LLM) -> None:
         report.driver_bytes or 0
     )
     # Fields start 256 bytes apart, as none here is larger. Prefill: three of the tokens, one of the requests, how many
-    # tokens live; for breaks the offsets, lengths and block tables, 256 bytes at most. Decode: four, the lengths and the
-    # block tables, then how many tokens live, of 4 bytes, in 8.
+    # tokens live; for breaks offsets, lengths and block tables, which take 256 bytes at most. Decode: four, the lengths
+    # and the block tables, then how many tokens live, of 4 bytes, in 8.
     assert report.input_bytes == (5 + 3) * 256 + 6 * 256 + 8
     weights = sum(p.nbytes for p in tiny_model("llama", "eager").parameters())
     assert weights <= report.weight_bytes < weights + 4096  # and rope tables
