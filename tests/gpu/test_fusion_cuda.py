@@ -64,9 +64,9 @@ def test_products_of_few_rows_run_in_our_kernels_and_others_in_cublas(device: to
     driver = driver_of("qwen3", True, device)
     products = 4 * len(driver.model.layers) + 1
     for count, vectors, matrices in ((1, products, 0), (9, 0, products), (MAX_ROWS + 1, 0, 0)):
-        sequence = TokenSequence([1] * 60)
-        driver.step([(sequence, count)])
-        events = profiled(lambda sequence=sequence, count=count: driver.step([(sequence, count)]), device, host=False)
+        first, second = (TokenSequence([1] * count) for _ in range(2))
+        driver.step([(first, count)])
+        events = profiled(lambda second=second, count=count: driver.step([(second, count)]), device, host=False)
         names = [event.name for event in events]
         assert sum(name.startswith("vector_kernel") for name in names) == vectors
         assert sum(name.startswith("matrix_kernel") for name in names) == matrices
