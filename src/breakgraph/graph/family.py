@@ -30,7 +30,7 @@ from breakgraph.graph.ranks import Ranks
 from breakgraph.graph.report import CaptureCost
 from breakgraph.graph.restore import restored
 from breakgraph.graph.tree import Tree
-from breakgraph.graph.turns import Turn, Turns
+from breakgraph.graph.turns import Turns
 from breakgraph.graph.warm_up import MadeBreaks, warm_up
 from breakgraph.graph.watch import BreakWatcher
 
@@ -58,7 +58,7 @@ class PlanFamily:
         self._pool = self.device.new_pool()
         self._stream = self.device.take_stream()
         self._outputs = OutputBuffer(self.device.torch_device)
-        self._turns = Turns()
+        self.turns = Turns()
         self._plans: list[Plan] = []
         self._parked: list[Segment] = []
         self._last_plan: Plan | None = None
@@ -73,7 +73,7 @@ class PlanFamily:
     @property
     def pool_bytes(self) -> int:
         """Bytes that the pool has reserved on the device."""
-        return 0 if self._turns.is_closed else self._pool.reserved_bytes
+        return 0 if self.turns.is_closed else self._pool.reserved_bytes
 
     @property
     def output_bytes(self) -> int:
@@ -247,28 +247,25 @@ class PlanFamily:
         self._lent = []
 
     def begin_replay(self, plan: Plan) -> None:
-        """One replay at a time, ordered after the last one. A call of :meth:`end_replay` has to follow."""
+        """Of a turn that was taken: the plan is checked, and comes behind the last replay."""
+        if self.ranks is None:
+            plan.check_first()
+        else:
+            self.ranks.check_replay(plan)
+        self._begin_replay()
+
+    def end_replay(self, plan: Plan) -> None:
+        """The replay succeeded: the outputs are the plan's, and valid."""
+        self._last_plan = plan
+
+    def check_not_recording(self, plan: Plan) -> None:
+        """Raises CaptureError inside a captured function, where a replay would be recorded."""
         if active.builder is not None and active.builder.is_recording:
             raise CaptureError(f"{plan.label or 'a plan'} is replayed inside a captured function; call it in a break")
-        self._turns.take("a replay")
-        try:
-            if self.ranks is None:
-                plan.check_first()
-            else:
-                self.ranks.check_replay(plan)
-            self._begin_replay()
-        except BaseException:
-            self._turns.give()
-            raise
-
-    def end_replay(self, replayed: Plan | None) -> None:
-        """The plan's outputs are valid if it succeeded; None: it did not."""
-        self._last_plan = replayed
-        self._turns.give()
 
     def _exclusive(self, what: str) -> AbstractContextManager[None]:
         """One replay, capture or close at a time; other threads wait, a break of this family is refused."""
-        return Turn(self._turns, what)
+        return self.turns.turn(what)
 
     def lend(self, tensors: Sequence[torch.Tensor]) -> None:
         """Fill these with 0xFF bytes when the next replay begins: nobody may read them any longer."""
@@ -322,13 +319,13 @@ class PlanFamily:
 
     def close(self) -> None:
         """Destroy all plans, then the pool. Safe to call twice."""
-        if self._turns.is_closed:
+        if self.turns.is_closed:
             return
         with self._exclusive("closing"):
             self.device.synchronize()
             for plan in list(self._plans):
                 plan.close()
-            self._turns.is_closed = True
+            self.turns.is_closed = True
             for segment in self._parked:
                 segment.close()
             self._parked = []

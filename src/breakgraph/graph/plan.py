@@ -197,18 +197,22 @@ class Plan:
                 break's own arrives unchanged, with the same effect.
         """
         family = self._family
-        family.begin_replay(self)
-        replayed = None
-        try:
-            with self._mode.apply():
-                self._launch(family)
-            if self._policy != "borrow":
-                self._copied = tree_map(lambda t, _: t.clone() if isinstance(t, torch.Tensor) else t, self._places)
-            if self._policy == "poison":
-                family.lend([leaf for _, leaf in tree_leaves(self._copied) if isinstance(leaf, torch.Tensor)])
-            replayed = self
-        finally:
-            family.end_replay(replayed)
+        family.check_not_recording(self)
+        turns = family.turns
+        with turns.lock:  # as Turns.turn does it; Turns says why here
+            turns.check("a replay")
+            try:
+                turns.busy = "a replay"
+                family.begin_replay(self)
+                with self._mode.apply():
+                    self._launch(family)
+                if self._policy != "borrow":
+                    self._copied = tree_map(lambda t, _: t.clone() if isinstance(t, torch.Tensor) else t, self._places)
+                if self._policy == "poison":
+                    family.lend([leaf for _, leaf in tree_leaves(self._copied) if isinstance(leaf, torch.Tensor)])
+                family.end_replay(self)
+            finally:
+                turns.busy = None
         self.num_replays += 1
         return self._places if self._policy == "borrow" else self._copied
 
@@ -222,9 +226,12 @@ class Plan:
         try:
             for launch in launches:
                 launch()
-        finally:
+        except Exception:
             if self._checks_late:  # what a stale plan ran into is no news beside that
                 self.check()
+            raise
+        if self._checks_late:
+            self.check()
 
     def _watched(self, watcher: BreakWatcher) -> list[Callable[[], None]]:
         steps = [step for step in self._steps if step.is_launched]

@@ -193,6 +193,30 @@ def test_what_a_stale_plan_ran_into_is_told_as_stale(device: torch.device) -> No
         assert isinstance(caught.value.__context__, ValueError)
 
 
+def test_an_interrupt_of_a_stale_plan_is_one(device: torch.device) -> None:
+    model, x, interrupts = nn.Linear(4, 4).eval().to(device), torch.randn(3, 4, device=device), list[bool]()
+
+    @breakgraph.eager_on_graph
+    def waits() -> None:
+        if interrupts:
+            raise KeyboardInterrupt
+
+    def forward() -> torch.Tensor:
+        waits()
+        return model(x)
+
+    with torch.no_grad(), PlanFamily(device) as family:
+        family.checks_late = True
+        plan = family.capture(forward)
+        plan.replay()
+        model.weight = nn.Parameter(torch.zeros_like(model.weight))
+        interrupts.append(True)
+        with pytest.raises(KeyboardInterrupt):
+            plan.replay()
+        with pytest.raises(StaleOutputError, match="its last replay failed"):
+            _ = plan.outputs
+
+
 def test_a_late_check_asks_first_whether_the_plan_is_there() -> None:
     model, x = nn.Linear(4, 4).eval(), torch.randn(3, 4)
     with torch.no_grad(), PlanFamily("cpu") as family:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from breakgraph.errors import CaptureError, ClosedError, ConfigError, ReplayError, UncapturableOpError
 from breakgraph.graph import PlanFamily, eager_on_graph
+from interrupts import interrupted
 
 
 class Boom(Exception):
@@ -170,3 +172,20 @@ def test_a_break_may_not_replay_its_own_family(device: torch.device, family: Pla
         replaying["now"] = True
         with pytest.raises(ReplayError, match="own family"):
             outer.replay()
+
+
+def test_a_replay_that_the_user_interrupts_anywhere_leaves_the_family_as_it_was() -> None:
+    x = torch.randn(8)
+    with torch.no_grad(), PlanFamily("cpu") as family:
+        family.checks_late = True
+        plan = family.capture(lambda: x + 1)
+        expected, point = plan.replay().clone(), 0
+        for point in interrupted(plan.replay):
+            others: list[Tensor] = []
+            thread = threading.Thread(target=lambda: others.append(plan.replay().clone()), daemon=True)  # noqa: B023
+            thread.start()
+            thread.join(10)
+            assert others, f"another thread still waits after an interrupt at point {point}"
+            assert torch.equal(others[0], expected)
+            assert torch.equal(plan.replay(), expected)
+        assert point > 30
