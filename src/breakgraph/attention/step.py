@@ -6,6 +6,7 @@ Breaks must see the batch of *this* replay, so nothing here is ever passed as a 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -97,14 +98,9 @@ class AttentionStep:
         assert rows == self.padded_num_tokens, f"{rows} block table rows for {self.padded_num_tokens} decode rows"
 
 
-class _Unplanned:
-    """In the place of metadata that nobody has asked for yet."""
-
-    def __init__(self, plan: Callable[[], AttentionMetadata]) -> None:
-        self.plan = plan
-
-
-_current: ContextVar[AttentionMetadata | _Unplanned | None] = ContextVar("breakgraph_attention_step", default=None)
+_current: ContextVar[weakref.ref[use_step] | None] = ContextVar("breakgraph_attention_step", default=None)
+"""Weak, so that a step is over as soon as nobody is in its `with` any more: an interrupt of the user's can come between
+the end of the block and the first line of `__exit__`."""
 
 
 class use_step:
@@ -113,18 +109,30 @@ class use_step:
     Given a function, it is called when attention first asks: what comes before is launched without waiting for a plan.
     """
 
-    __slots__ = ("_metadata", "_token")
+    __slots__ = ("__weakref__", "_metadata")
 
     def __init__(self, metadata: AttentionMetadata | Callable[[], AttentionMetadata]) -> None:
-        self._metadata = _Unplanned(metadata) if callable(metadata) else metadata
+        self._metadata = metadata
 
     def __enter__(self) -> None:
-        if _current.get() is not None:
+        if _step_in_progress() is not None:
             raise RuntimeError("a step is already in progress on this thread; leave its use_step before the next one")
-        self._token = _current.set(self._metadata)
+        _current.set(weakref.ref(self))
 
     def __exit__(self, *exc: object) -> None:
-        _current.reset(self._token)
+        _current.set(None)
+
+    def planned(self) -> AttentionMetadata:
+        """The metadata, which is made now if nobody has asked yet."""
+        metadata = self._metadata
+        if callable(metadata):
+            metadata = self._metadata = metadata()
+        return metadata
+
+
+def _step_in_progress() -> use_step | None:
+    step = _current.get()
+    return None if step is None else step()
 
 
 def current_step() -> AttentionMetadata:
@@ -136,11 +144,8 @@ def current_step() -> AttentionMetadata:
 
 
 def _metadata() -> AttentionMetadata | None:
-    metadata = _current.get()
-    if isinstance(metadata, _Unplanned):
-        metadata = metadata.plan()
-        _current.set(metadata)
-    return metadata
+    step = _step_in_progress()
+    return None if step is None else step.planned()
 
 
 def live_token_count(num_rows: int) -> torch.Tensor | None:

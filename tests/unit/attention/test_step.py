@@ -9,6 +9,7 @@ import pytest
 
 from breakgraph.attention import AttentionMetadata, attend, current_step, live_token_count, use_step
 from breakgraph.attention.sdpa import SdpaAttention
+from interrupts import interrupted
 from unit.attention.ragged import PLAIN, ragged_batch
 
 
@@ -58,6 +59,21 @@ def test_steps_do_not_nest(metadata: AttentionMetadata) -> None:
         with pytest.raises(RuntimeError, match="already in progress"), use_step(metadata):
             pass
         assert current_step() is metadata
+
+
+def test_a_step_is_over_wherever_the_user_interrupts_it(metadata: AttentionMetadata) -> None:
+    def run() -> None:
+        with use_step(lambda: metadata):
+            current_step()
+
+    points = []
+    for point in interrupted(run):
+        points.append(point)
+        with pytest.raises(RuntimeError, match="outside a step"):
+            current_step()
+        with use_step(metadata):
+            assert current_step() is metadata
+    assert len(points) > 5
 
 
 def test_other_threads_do_not_see_a_step(metadata: AttentionMetadata) -> None:
