@@ -54,7 +54,7 @@ def tile_for(num_rows: int, num_columns: int, has_large_memory: bool) -> Tile:
 
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether our kernels multiply x [M, K] with the rows of `weight` [N, K]."""
-    has_few = x.dim() == 2 and 0 < x.shape[0] <= MAX_ROWS and weight.numel() > 0
+    has_few = x.dim() == 2 and 0 < x.shape[0] <= MAX_ROWS and weight.numel() > 0 and x.shape[1:] == weight.shape[1:]
     return has_few and x.dtype == weight.dtype and x.dtype in DTYPES and x.stride(1) == 1 and weight.is_contiguous()
 
 
@@ -102,7 +102,7 @@ def _few_rows_product(x: Tensor, weight: Tensor) -> Tensor:
 
 def _add_product(x: Tensor, left: Tensor, right: Tensor) -> None:
     rows = x.view(-1, x.shape[-1])
-    if takes(left, right.t()) and rows.dtype == left.dtype:
+    if takes(left, right.t()) and rows.dtype == left.dtype and rows.is_contiguous():
         multiply(rows, left, right.t(), add=True)
     else:
         rows.addmm_(left, right)
@@ -122,4 +122,4 @@ few_rows_product: Any = torch.ops.breakgraph.few_rows_product.default
 alone; sums are in float32 and rounded once."""
 
 add_product: Any = torch.ops.breakgraph.add_product_.default
-"""x [..., N], dense, += left [M, K] @ right [K, N], where x has M rows."""
+"""x [..., N] += left [M, K] @ right [K, N], where x has M rows, one as far from the next as all others."""

@@ -242,7 +242,7 @@ def _only_reader(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def _choose_by_rows(graph: fx.Graph, node: fx.Node) -> None:
     """x @ weight.T, where the weight is an argument of the graph."""
     x, turned = node.args
-    if not (_is(turned, aten.permute.default) and node.meta["val"].dtype in DTYPES):
+    if not (_is(turned, aten.permute.default) and turned.args[1] == [1, 0] and node.meta["val"].dtype in DTYPES):
         return
     weight = turned.args[0]
     # Inductor makes one product of a sum and a product without a reshape between them.
@@ -321,5 +321,6 @@ def _is(node: Any, target: object) -> TypeGuard[fx.Node]:
 
 
 def _is_along_rows(node: Any, target: object, of: Any) -> bool:
-    """Whether `node` reduces the rows of the matrix `of` to one element each, and keeps the axis."""
-    return _is(node, target) and node.args[0] is of and node.args[1:] in (([1], True), ([-1], True))
+    """Whether `node` reduces the rows of the matrix `of` to one element each, and keeps the axis and the dtype."""
+    is_reduction = _is(node, target) and node.args[0] is of and not node.kwargs
+    return is_reduction and node.args[1:] in (([1], True), ([-1], True))

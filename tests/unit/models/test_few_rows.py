@@ -84,6 +84,19 @@ def test_the_operators_give_the_product_of_any_number_of_rows(num_rows: int, num
         assert_product(total[0], x, weight, before[0])
 
 
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_only_what_fits_is_multiplied_and_only_what_is_added_to_is_written(num_rows: int) -> None:
+    x, weight = random(num_rows, 16), random(24, 16)
+    with pytest.raises(RuntimeError, match="shapes"):
+        few_rows_product(x, random(24, 8))
+    wide = random(2 * num_rows, 48)
+    before = wide.clone()
+    add_product(wide[::2, :24], x, weight.t())
+    assert_product(wide[::2, :24], x, weight, before[::2, :24])
+    wide[::2, :24] = before[::2, :24]
+    assert torch.equal(wide, before)
+
+
 def test_rows_above_the_limit_and_other_dtypes_are_left_to_torch() -> None:
     weight = random(24, 16)
     x = random(MAX_ROWS + 1, 16)
@@ -229,6 +242,14 @@ def test_the_weight_is_given_to_the_operator_as_it_lies() -> None:
     (node,) = module.graph.find_nodes(op="call_function", target=few_rows_product)
     assert node.args[1].op == "placeholder"
     assert not module.graph.find_nodes(op="call_function", target=aten.permute.default)
+
+
+def test_a_square_weight_that_is_not_turned_is_left_alone() -> None:
+    x, weight = random(5, 16), random(16, 16)
+    module = make_fx(lambda x, weight: x @ weight.permute(0, 1), select_decomp_table())(x, weight)
+    BlockRewrites()(module.graph)
+    module.recompile()
+    torch.testing.assert_close(module(x, weight), x @ weight)
 
 
 def test_a_product_that_experts_add_is_part_of_no_sum() -> None:

@@ -167,3 +167,16 @@ def test_shares_are_taken_where_the_values_are_chosen(options: dict[str, Any], e
     module, found = routed(route, x)
     assert found == [expected]
     torch.testing.assert_close(module(x)[0], route(x.view(-1, NUM_EXPERTS))[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_shares_of_a_sum_in_another_dtype_are_left_alone(dtype: torch.dtype) -> None:
+    def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+        chosen, index = torch.topk(torch.softmax(logits, -1, dtype=torch.float32), 4)
+        return chosen / chosen.sum(-1, keepdim=True, dtype=dtype), index
+
+    x = (torch.randn(6 * NUM_EXPERTS, device=DEVICE) * 2).half()
+    module, found = routed(route, x)
+    assert found == [(True,)]
+    got, expected = module(x)[0], route(x.view(-1, NUM_EXPERTS))[0]
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
