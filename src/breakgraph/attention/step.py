@@ -59,7 +59,8 @@ class AttentionStep:
     block_tables: HostTables = ()
     """Blocks of each live request, in order, for kernels that are planned on the host; may be empty."""
     requests: Callable[[], RequestTensors]
-    """On the device, the same at every call: they may be copied there when somebody first asks."""
+    """On the device, the same at every call: they may be copied there when somebody first asks. Those of a bucket lie
+    in its static buffers, and the next step is written over them."""
     slot_mapping_gpu: torch.Tensor
     """[padded_num_tokens] int64, block * block_size + offset; padding rows are 0."""
     num_tokens_gpu: torch.Tensor | None = None

@@ -246,12 +246,14 @@ class Runner(ABC):
     def in_bucket(self, batch: StepBatch) -> Iterator[Callable[[], Tensor]]:
         """A step made ready as for a replay, for whoever calls the forward himself: buffers loaded, metadata in place.
 
+        The step is not checked: the spec's own, which write to the reserved slot, would not pass.
+
         Yields:
             The forward, or what the backend compiled from it, as the bucket's plan was captured from; its logits have a
             row for each padded request.
 
         Raises:
-            ConfigError: the batch does not fit the phase or any bucket.
+            ConfigError: the batch fits no bucket.
         """
         fields = self._load(batch, self._bucket(batch))
         with torch.no_grad(), use_step(self._plan_attention(batch, fields, in_bucket=True)):

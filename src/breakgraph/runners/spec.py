@@ -132,7 +132,7 @@ class PhaseSpec:
         requests = zip(batch.q_lens, batch.seq_lens, batch.block_tables, strict=True)
         for index, (q_len, seq_len, table) in enumerate(requests):
             end += q_len
-            needed = -(-seq_len // self.block_size)
+            needed = (seq_len - 1) // self.block_size + 1  # unsigned integers have no minus
             if not needed <= len(table) <= self.max_blocks_per_seq:
                 raise ConfigError(
                     f"{self.phase}: block_tables[{index}]: expected {needed} (seq_len {seq_len}) to "

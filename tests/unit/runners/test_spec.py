@@ -187,3 +187,10 @@ def test_a_field_without_a_source_is_a_bug() -> None:
 def test_request_buckets_need_a_fixed_request_size() -> None:
     with pytest.raises(AssertionError, match="requests of unknown size"):
         dataclasses.replace(make_decode_spec(), tokens_per_req=None)
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.int16, np.int64])
+def test_lengths_may_be_integers_of_any_kind(dtype: type) -> None:
+    batch = make_batch([(4, 2), (0, 5)])
+    lens = {name: np.asarray(getattr(batch, name), dtype) for name in ("q_lens", "seq_lens")}
+    make_prefill_spec().check(dataclasses.replace(batch, **lens))
