@@ -83,11 +83,14 @@ class _Layout:
             array = arrays[which]
             if row:
                 array[start:end] = pad
+                assert start + len(rows) * row <= end, f"{len(rows)} rows of {row} in the place of {end - start}"
                 for live in cast("Sequence[Ints]", rows):
+                    assert len(live) <= row, f"{len(live)} elements in rows of {row}"
                     array[start : start + len(live)] = live
                     start += row
                 continue
             padded = start + len(rows)
+            assert padded <= end, f"{len(rows)} rows in the place of {end - start}"
             array[start:padded] = rows
             if padded < end:
                 array[padded:end] = array[padded - 1] if pad is None else pad

@@ -134,6 +134,15 @@ def test_loads_keep_the_addresses_of_a_bucket() -> None:
     assert {name: view.data_ptr() for name, view in loaded.items()} == before
 
 
+@pytest.mark.parametrize(("requests", "size"), [([(0, 9)], 8), ([(40, 1)], 8), ([(0, 1)] * 9, 16)])
+def test_a_step_that_nobody_checked_does_not_run_over(requests: list[tuple[int, int]], size: int) -> None:
+    """Into the next field: more tokens than the bucket has, a table that is too long, more requests than rows."""
+    buffers = poisoned(make_prefill_spec(request_slots=3))
+    with pytest.raises(AssertionError, match="rows"):
+        buffers.load(make_batch(requests), size)
+    assert all(view.eq(GARBAGE).all() for view in buffers.views(16).values())
+
+
 def test_every_step_stages_in_memory_of_its_own() -> None:
     field = FieldSpec(name="seq_lens", dtype=torch.int32, axis="requests", pad=Pad.REPEAT_LAST)
     first, second = (stage_fields([(field, values)], CPU)["seq_lens"] for values in ([1, 2], [3, 4]))
