@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from breakgraph.attention import KVCacheBuffers
+from breakgraph.engine.ahead import StepAhead
 from breakgraph.engine.config import EngineConfig
 from breakgraph.engine.detokenizer import Detokenizer
 from breakgraph.engine.device_memory import MemoryPlan
@@ -19,7 +20,7 @@ from breakgraph.engine.guided import GrammarCompiler
 from breakgraph.engine.kv_cache import num_blocks_for
 from breakgraph.engine.memory_report import MemoryReport, memory_report
 from breakgraph.engine.request import Request
-from breakgraph.engine.sampler import History, Sampler, TokenLogprobs, token_logprobs
+from breakgraph.engine.sampler import DrawnTokens, History, Sampler, TokenLogprobs, token_logprobs
 from breakgraph.engine.sampling import SamplingParams
 from breakgraph.engine.scheduler import ScheduledStep, Scheduler
 from breakgraph.engine.stats import engine_stats
@@ -89,6 +90,7 @@ class Engine:
         self.kv: KVCacheBuffers | None = kv
         self.runners = runners
         self.scheduler = scheduler
+        self.ahead = StepAhead(scheduler)
         self.sampler = sampler
         self.grammars = GrammarCompiler(tokenizer, facts.vocab_size, facts.eos_token_ids)
         self.memory = memory
@@ -204,31 +206,60 @@ class Engine:
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[Request]:
         """Runs one step and returns the requests that it finished.
 
+        Where nothing of the next step but its tokens depends on this one, the device has it before this one's tokens
+        are waited for; the next call goes on from there.
+
         Whatever is raised on the way, no token and no KV of this step is booked: the same step can be tried again, or
         its requests aborted.
 
         Args:
-            meanwhile: called when the device has the step and before its tokens are waited for; not when there is none.
+            meanwhile: called when the device has the step, and the next one if that is launched ahead, before this
+                one's tokens are waited for; not when there is none.
         """
         self._check_open()
-        step = self.scheduler.schedule()
-        if step is None:
-            return []
+        try:
+            return self._step(meanwhile)
+        except BaseException:
+            self.ahead.drop()  # it has the tokens of a step that is not booked
+            raise
+
+    def _step(self, meanwhile: Callable[[], None]) -> list[Request]:
+        taken = self.ahead.take()
+        if taken is None:
+            step = self.scheduler.schedule()
+            if step is None:
+                return []
+            logits = self._launch(step)
+        else:
+            step, logits = taken
+        next_step = self.ahead.prepared(step, is_checked=self.live_check is not None)
+        if next_step is None:
+            meanwhile()
+            self.scheduler.take_ahead(step)
+            self._prepared = PreparedDecode.after(step, self.config.block_size)
+            token_ids = self._sample(step, logits)
+        else:
+            # Drawn before the next step is launched, which overwrites the logits.
+            drawn = self._draw(step, logits, list(range(len(step.rows))), {})
+            self.ahead.launch(next_step, step, drawn.token_ids_R, self.runners["decode"].run)
+            meanwhile()
+            token_ids = list(drawn.wait())
+        finished = self.scheduler.commit(step, token_ids, self._logprobs(step, logits, token_ids))
+        self.ahead.drop_if_void()
+        return finished
+
+    def _launch(self, step: ScheduledStep) -> Any:
         runner = self.runners["decode" if step.is_decode else "prefill"]
         prepared, self._prepared = self._prepared, None
         batch = None if prepared is None else prepared.batch(step)
         if batch is None:
             batch = build_batch(step, self.config.block_size)
-        logits = runner.run(batch) if self.live_check is None else self.live_check.run(runner, batch)
-        meanwhile()
-        self.scheduler.take_ahead(step)
-        self._prepared = PreparedDecode.after(step, self.config.block_size)
-        token_ids = self._sample(step, logits)
-        return self.scheduler.commit(step, token_ids, self._logprobs(step, logits, token_ids))
+        return runner.run(batch) if self.live_check is None else self.live_check.run(runner, batch)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drops requests and gives up their blocks; unknown ids are ignored."""
         self.scheduler.abort(request_ids)
+        self.ahead.drop_if_void()
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes, as after a change of the weights.
@@ -260,11 +291,13 @@ class Engine:
         self._closed = True
         self.live_check = None
         runners, self.runners = self.runners, {}
+        self.ahead.drop()
         with ExitStack() as stack:
             stack.callback(setattr, self, "kv", None)
             stack.callback(self.family.close)
             for runner in runners.values():
                 stack.callback(runner.close)
+            stack.callback(self.family.device.synchronize)  # a step that was launched ahead may still run
 
     def _check_prompt(self, token_ids: Sequence[int]) -> None:
         max_model_len = self.config.sizes.max_model_len
@@ -294,6 +327,14 @@ class Engine:
         token_ids: list[int | None] = [None] * len(step.rows)
         if not wanted:
             return token_ids
+        for i, token_id in zip(wanted, self._draw(step, logits_RV, wanted, masks).wait(), strict=True):
+            token_ids[i] = token_id
+        return token_ids
+
+    def _draw(
+        self, step: ScheduledStep, logits_RV: Tensor, wanted: Sequence[int], masks: Mapping[int, Tensor]
+    ) -> DrawnTokens:
+        """Of the rows `wanted`; `masks` by row."""
         requests = [step.rows[i].request for i in wanted]
         if len(wanted) < len(step.rows):
             logits_RV = logits_RV[wanted]
@@ -302,10 +343,7 @@ class Engine:
         if any(p.has_penalties for p in params):
             histories = [History(r.prompt_token_ids, r.output_token_ids) for r in requests]
         by_place = {place: masks[i] for place, i in enumerate(wanted) if i in masks}
-        drawn = self.sampler.sample(logits_RV, params, generators, histories, by_place)
-        for i, token_id in zip(wanted, drawn, strict=True):
-            token_ids[i] = token_id
-        return token_ids
+        return self.sampler.draw(logits_RV, params, generators, histories, by_place)
 
     def _logprobs(
         self, step: ScheduledStep, logits_RV: Any, token_ids: Sequence[int | None]

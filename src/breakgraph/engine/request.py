@@ -79,6 +79,11 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids) - self.num_computed_tokens
 
     @property
+    def ends_by_next_token(self) -> bool:
+        """Whether its next token is the last one, whatever it is."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + 1 >= self.max_total_tokens
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether some are still missing."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) + 1 < self.num_prompt_tokens

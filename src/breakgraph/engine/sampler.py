@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,41 @@ class TokenLogprobs:
     top_logprobs: list[float]
 
 
+class DrawnTokens:
+    """Tokens that were drawn on the device, and are on their way to the host.
+
+    Attributes:
+        token_ids_R: on the device, behind what its stream does.
+    """
+
+    def __init__(self, token_ids_R: Tensor, is_finite_R: Tensor) -> None:
+        self.token_ids_R = token_ids_R
+        # One transfer for both.
+        self._host_2R = torch.stack([token_ids_R, is_finite_R.to(token_ids_R.dtype)])
+        self._copied: torch.cuda.Event | None = None
+        if token_ids_R.is_cuda:
+            on_device_2R = self._host_2R
+            self._host_2R = torch.empty(on_device_2R.shape, dtype=on_device_2R.dtype, pin_memory=True)
+            self._host_2R.copy_(on_device_2R, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(token_ids_R.device))
+
+    def wait(self) -> list[int]:
+        """The tokens on the host. What was given to the device after them is not waited for.
+
+        Raises BreakgraphError when a row's largest logit is NaN or infinite.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        ids, is_finite = self._host_2R.tolist()
+        if not all(is_finite):
+            raise BreakgraphError(
+                f"the logits of batch row {is_finite.index(0)} are not finite, so no token was drawn; run again with "
+                "prefill_backend='eager' and decode_backend='eager' to see whether the model or a capture is at fault"
+            )
+        return list(ids)
+
+
 class Sampler:
     """Draws one token a row.
 
@@ -60,19 +96,33 @@ class Sampler:
         histories: Sequence[History] = (),
         masks: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> list[int]:
+        """What `draw` gives, on the host. Raises BreakgraphError when a row's largest logit is NaN or infinite."""
+        return self.draw(logits_RV, params, generators, histories, masks).wait()
+
+    def draw(
+        self,
+        logits_RV: Tensor,
+        params: Sequence[SamplingParams],
+        generators: Sequence[torch.Generator | None],
+        histories: Sequence[History] = (),
+        masks: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> DrawnTokens:
         """Token ids, one a row of `logits_RV` [R, V] (any float dtype; read as float32, not modified).
 
         Greedy rows are the exact argmax, after penalties. `histories` are one a row, and needed when a row has
         penalties. `masks` are of rows that may not have every token: bits as int32 [W] on the CPU, one at least set;
-        they come before temperature and filters. Raises BreakgraphError when a row's largest logit is NaN or infinite.
+        they come before temperature and filters. The host waits for nothing that the device does, except with masks.
         """
         logits_RV = logits_RV.float()
         penalized_rows = [i for i, p in enumerate(params) if p.has_penalties]
         if penalized_rows:
+            rows = put(penalized_rows, torch.int64, logits_RV.device)
             penalized_RV = penalized(
-                logits_RV[penalized_rows], [params[i] for i in penalized_rows], [histories[i] for i in penalized_rows]
+                logits_RV.index_select(0, rows),
+                [params[i] for i in penalized_rows],
+                [histories[i] for i in penalized_rows],
             )
-            logits_RV = logits_RV.index_copy(0, torch.tensor(penalized_rows, device=logits_RV.device), penalized_RV)
+            logits_RV = logits_RV.index_copy(0, rows, penalized_RV)
         if masks:
             rows = torch.tensor(list(masks), device=logits_RV.device)
             allowed_RV = unpacked(torch.stack(list(masks.values())).to(logits_RV.device), logits_RV.shape[-1])
@@ -80,18 +130,12 @@ class Sampler:
         best, token_ids = logits_RV.max(dim=-1)
         random_rows = [i for i, p in enumerate(params) if not p.is_greedy]
         if random_rows:
+            rows = put(random_rows, torch.int64, logits_RV.device)
             drawn = self._draw(
-                logits_RV[random_rows], [params[i] for i in random_rows], [generators[i] for i in random_rows]
+                logits_RV.index_select(0, rows), [params[i] for i in random_rows], [generators[i] for i in random_rows]
             )
-            token_ids[random_rows] = drawn
-        # One transfer for both.
-        ids, is_finite = torch.stack([token_ids, best.isfinite().to(token_ids.dtype)]).tolist()
-        if not all(is_finite):
-            raise BreakgraphError(
-                f"the logits of batch row {is_finite.index(0)} are not finite, so no token was drawn; run again with "
-                "prefill_backend='eager' and decode_backend='eager' to see whether the model or a capture is at fault"
-            )
-        return ids
+            token_ids.index_copy_(0, rows, drawn)
+        return DrawnTokens(token_ids, best.isfinite())
 
     def _draw(
         self, logits_RV: Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator | None]
@@ -100,12 +144,18 @@ class Sampler:
         noise_RV = torch.empty_like(probs_RV)
         shared_rows = [i for i, g in enumerate(generators) if g is None]
         if shared_rows:
-            noise_RV[shared_rows] = torch.empty_like(probs_RV[shared_rows]).exponential_(generator=self._shared)
+            noise_SV = noise_RV.new_empty(len(shared_rows), noise_RV.shape[1]).exponential_(generator=self._shared)
+            noise_RV.index_copy_(0, put(shared_rows, torch.int64, noise_RV.device), noise_SV)
         for i, generator in enumerate(generators):
             if generator is not None:
                 noise_RV[i].exponential_(generator=generator)
         # argmax(p / Exp(1)) is a draw from p, and needs no host sync as multinomial does. Noise of 0 would make 0 / 0.
         return probs_RV.div_(noise_RV.clamp_min_(torch.finfo(torch.float32).tiny)).argmax(dim=-1)
+
+
+def put(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A fresh tensor on the device, behind what its stream does: nothing waits."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def unpacked(bits_RW: Tensor, vocab_size: int) -> Tensor:
@@ -136,7 +186,7 @@ def _token_counts(logits_RV: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
     num_rows, vocab_size = logits_RV.shape
     longest = max(map(len, rows))
     padded = [[*row, *[vocab_size] * (longest - len(row))] for row in rows]
-    ids_RL = torch.tensor(padded, dtype=torch.int64).reshape(num_rows, longest).to(logits_RV.device)
+    ids_RL = put(padded, torch.int64, logits_RV.device).reshape(num_rows, longest)
     counts_RV = logits_RV.new_zeros(num_rows, vocab_size + 1)
     return counts_RV.scatter_add_(1, ids_RL, torch.ones_like(ids_RL, dtype=counts_RV.dtype))[:, :vocab_size]
 
@@ -184,4 +234,4 @@ def _keep_top(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _column(like: Tensor, values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32).to(like.device)[:, None]
+    return put(values, torch.float32, like.device)[:, None]

@@ -160,11 +160,20 @@ class Scheduler:
                 for row in step.rows
                 if row.needs_sample
                 and len(row.request.block_ids) * self.block_size < row.request.num_tokens + 1
-                and row.request.num_tokens + 1 < row.request.max_total_tokens
+                and not row.request.ends_by_next_token
             ]
             if self.allocator.can_allocate(len(missing)):
                 for request in missing:
                     request.block_ids += self.allocator.allocate(1)
+
+    def may_admit_after(self, step: ScheduledStep) -> bool:
+        """Whether a waiting request may start in the step that follows `step`. Before that is committed.
+
+        Requests that end by a token that nobody knows yet are taken to go on.
+        """
+        if not self.waiting or len(step.rows) >= self.max_num_batched_tokens:
+            return False
+        return any(row.request.ends_by_next_token for row in step.rows) or self._next_to_admit() is not None
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """Drops requests wherever they are and gives up their blocks; ids that are not here are ignored."""
@@ -226,19 +235,11 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit_next(self) -> bool:
-        """Moves the head of the queue to the running requests, if blocks for all its tokens are left.
-
-        Those that run have theirs: there is room in a step for one more only when all their tokens are in it. Those
-        whose prompts go token by token take theirs as they go.
-        """
-        if not self.waiting or len(self.running) >= self.max_num_seqs:
+        """Moves the head of the queue to the running requests, if there is room for it."""
+        found = self._next_to_admit()
+        if found is None:
             return False
-        request = self.waiting[0]
-        cached, node = self._cached_blocks(request)
-        needed = num_blocks_for(request.num_tokens, self.block_size) - len(cached)
-        num_idle = sum(self.allocator.num_users(block) == 0 for block in cached)
-        if not self.allocator.can_allocate(needed + num_idle):
-            return False
+        request, cached, node = found
         # Before anything is allocated, so that nothing of it is evicted.
         self.allocator.share(cached)
         request.block_ids, request.prefix_node = cached, node
@@ -251,6 +252,20 @@ class Scheduler:
         self.running.append(request)
         self.waiting.popleft()
         return True
+
+    def _next_to_admit(self) -> tuple[Request, list[int], PrefixNode | None] | None:
+        """The head of the queue with its cached blocks, if blocks for all its tokens are left.
+
+        Those that run have theirs: there is room in a step for one more only when all their tokens are in it. Those
+        whose prompts go token by token take theirs as they go.
+        """
+        if not self.waiting or len(self.running) >= self.max_num_seqs:
+            return None
+        request = self.waiting[0]
+        cached, node = self._cached_blocks(request)
+        needed = num_blocks_for(request.num_tokens, self.block_size) - len(cached)
+        num_idle = sum(self.allocator.num_users(block) == 0 for block in cached)
+        return (request, cached, node) if self.allocator.can_allocate(needed + num_idle) else None
 
     def _cached_blocks(self, request: Request) -> tuple[list[int], PrefixNode | None]:
         """At least one token is left to compute: the logits of the last are needed, or of one in the prompt."""

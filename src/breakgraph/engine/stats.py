@@ -36,6 +36,7 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
         "num_prompt_tokens": scheduler.num_prompt_tokens,
         "num_prefix_cached_tokens": scheduler.num_prefix_cached_tokens,
         "num_preemptions": scheduler.num_preemptions,
+        "steps_ahead": engine.ahead.stats(),
         "verify": {
             "startup": None if engine.verified is None else engine.verified.cost(),
             "live": None if engine.live_check is None else engine.live_check.stats(),

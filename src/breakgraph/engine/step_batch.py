@@ -1,4 +1,4 @@
-"""From scheduled rows to the host lists of a StepBatch, before the step or while the one before it still runs."""
+"""From scheduled rows to a StepBatch, before the step or while the one before it still runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from breakgraph.engine.request import Request
 from breakgraph.engine.scheduler import ScheduledStep
@@ -39,7 +40,7 @@ def build_batch(step: ScheduledStep, block_size: int) -> StepBatch:
 
 
 @dataclass(frozen=True)
-class _PreparedRow:
+class PreparedRow:
     """What was taken for granted of one request; `block_ids` is its own list, which a preemption replaces."""
 
     request: Request
@@ -48,6 +49,7 @@ class _PreparedRow:
 
     @property
     def holds(self) -> bool:
+        """Whether it is so by now, with everything before it booked."""
         return self.request.num_computed_tokens == self.position and self.request.block_ids is self.block_ids
 
 
@@ -55,12 +57,18 @@ class PreparedDecode:
     """The decode step that follows a step if nothing happens but that requests end: all of it but the tokens.
 
     Made while the device runs that step, of blocks that the requests have by then.
+
+    Attributes:
+        rows: in the order of that step.
+        lacks_blocks: whether a request goes on that has no block for its next token.
     """
 
     def __init__(
-        self, rows: list[_PreparedRow], slots: NDArray[np.int64], block_tables: list[NDArray[np.int64]]
-    ) -> None:
-        self._rows = rows
+        self, rows: list[PreparedRow], slots: NDArray[np.int64], block_tables: list[NDArray[np.int64]],
+        *, lacks_blocks: bool,
+    ) -> None:  # fmt: skip
+        self.rows = rows
+        self.lacks_blocks = lacks_blocks
         self._slots = slots
         self._block_tables = block_tables
 
@@ -70,31 +78,40 @@ class PreparedDecode:
 
         Nothing of the step is booked yet.
         """
-        rows, blocks, block_tables = [], [], []
+        rows, blocks, block_tables, lacks_blocks = [], [], [], False
         for row in step.rows:
             request, position = row.request, row.request.num_computed_tokens + row.num_new_tokens
-            ends = request.num_tokens + 1 >= request.max_total_tokens
             last = position // block_size
-            if not row.needs_sample or ends or last >= len(request.block_ids):
+            if not row.needs_sample or request.ends_by_next_token:
                 continue
-            rows.append(_PreparedRow(request, position, request.block_ids))
+            if last >= len(request.block_ids):
+                lacks_blocks = True
+                continue
+            rows.append(PreparedRow(request, position, request.block_ids))
             blocks.append(request.block_ids[last])
             block_tables.append(np.asarray(request.block_ids[: last + 1], dtype=np.int64))
         positions = np.asarray([row.position for row in rows], dtype=np.int64)
         slots = np.asarray(blocks, dtype=np.int64) * block_size + positions % block_size
-        return cls(rows, slots, block_tables)
+        return cls(rows, slots, block_tables, lacks_blocks=lacks_blocks)
 
     def batch(self, step: ScheduledStep) -> StepBatch | None:
         """The batch of `step`; None when it is another one than was prepared."""
         if not step.is_decode:
             return None
-        place_of = {row.request.request_id: place for place, row in enumerate(self._rows)}
+        place_of = {row.request.request_id: place for place, row in enumerate(self.rows)}
         places = [place_of.get(row.request.request_id, -1) for row in step.rows]
-        if -1 in places or not all(self._rows[place].holds for place in places):
+        if -1 in places or not all(self.rows[place].holds for place in places):
             return None
-        positions = [self._rows[place].position for place in places]
+        return self._batch(places, [token for row in step.rows for token in row.request.pending_token_ids(1)])
+
+    def batch_of_all(self, token_ids_R: Tensor) -> StepBatch:
+        """The batch of all rows, with their tokens on the device."""
+        return self._batch(list(range(len(self.rows))), token_ids_R)
+
+    def _batch(self, places: list[int], input_ids: list[int] | Tensor) -> StepBatch:
+        positions = [self.rows[place].position for place in places]
         return StepBatch(
-            input_ids=[row.request.token_ids(at, at + 1)[0] for row, at in zip(step.rows, positions, strict=True)],
+            input_ids=input_ids,
             positions=np.asarray(positions, dtype=np.int64),
             slot_mapping=self._slots[places],
             q_lens=[1] * len(places),

@@ -1,4 +1,4 @@
-"""What the scheduler hands to a runner for one step: host values only."""
+"""What the scheduler hands to a runner for one step: host values, and tokens that the host may not know yet."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from breakgraph.errors import ConfigError
 
@@ -20,8 +21,8 @@ Ints: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 class StepBatch:
     """One step, requests back to back."""
 
-    input_ids: Ints
-    """[num_tokens]"""
+    input_ids: Ints | Tensor
+    """[num_tokens]. Int64 on the device where the step before drew them: the host need not have seen them."""
     positions: Ints
     """[num_tokens] position of each token in its request."""
     slot_mapping: Ints
@@ -73,6 +74,6 @@ class StepBatch:
                 raise ConfigError(f"logits_rows[{index}]: expected 0 <= row < {self.num_tokens} (tokens), got {row}")
 
 
-def _expect_len(name: str, values: Ints | Sequence[Ints], expected: int, other: str) -> None:
+def _expect_len(name: str, values: Ints | Tensor | Sequence[Ints], expected: int, other: str) -> None:
     if len(values) != expected:
         raise ConfigError(f"{name}: expected {expected} entries as in {other}, got {len(values)}")

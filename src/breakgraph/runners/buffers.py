@@ -24,7 +24,8 @@ _WIDEST = 8
 """Bytes of the widest element: a buffer is so many of each."""
 _MAX_TARGETS = 512
 """Layouts that are remembered, of buckets with numbers of requests and widths of their tables."""
-Values = Ints | Sequence[Ints]
+Values = Ints | Tensor | Sequence[Ints]
+"""Those of a tensor are on the device: `_put_tokens` copies them there."""
 
 
 @cache
@@ -91,7 +92,7 @@ class _Layout:
                 continue
             padded = start + len(rows)
             assert padded <= end, f"{len(rows)} rows in the place of {end - start}"
-            array[start:padded] = rows
+            array[start:padded] = 0 if isinstance(rows, Tensor) else rows
             if padded < end:
                 array[padded:end] = array[padded - 1] if pad is None else pad
         return host
@@ -115,7 +116,15 @@ def stage_fields(parts: Sequence[tuple[FieldSpec, Values]], device: torch.device
 
 def live_fields(spec: PhaseSpec, batch: StepBatch, device: torch.device) -> Mapping[str, Tensor]:
     """Fresh, unpadded device tensors, for a step that runs eagerly."""
-    return stage_fields([(field, getattr(batch, field.name)) for field in spec.fields], device)
+    fields = stage_fields([(field, getattr(batch, field.name)) for field in spec.fields], device)
+    _put_tokens(batch, fields)
+    return fields
+
+
+def _put_tokens(batch: StepBatch, fields: Mapping[str, Tensor]) -> None:
+    """Tokens that are on the device go into their field there, behind the copy of what was staged."""
+    if isinstance(batch.input_ids, Tensor):
+        fields["input_ids"][: batch.num_tokens].copy_(batch.input_ids)
 
 
 class StaticBuffers:
@@ -167,6 +176,7 @@ class StaticBuffers:
         layout, target, views = found or self._target(*key)
         host = layout.stage([getattr(batch, place.field.name) for place in layout.places], self._device)
         target.copy_(host, non_blocking=True)
+        _put_tokens(batch, self._views[size])
         self.break_views = views
         return self._views[size]
 
