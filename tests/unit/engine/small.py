@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
+
+from breakgraph.engine.ahead import NotAhead, StepAhead
+
 Reference = Callable[[Sequence[int], int], list[int]]
 """(prompt, max_tokens) to the greedy tokens of transformers' own generate."""
 
@@ -19,3 +23,8 @@ SMALL: dict[str, Any] = {
     "use_tqdm": False,
 }
 """Options that make chunks of almost every prompt, and few captures."""
+
+
+def launch_none_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on each step is launched when the one before it is over."""
+    monkeypatch.setattr(StepAhead, "why_not", lambda self, step, *, is_checked: NotAhead.LIVE_CHECK)

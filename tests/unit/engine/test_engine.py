@@ -51,8 +51,8 @@ WHERE: dict[str, Callable[[LLM], tuple[Any, str, int]]] = {
     "before the first step": lambda llm: (llm.engine.runners["prefill"], "run", 1),
     "in the plan of a prefill": lambda llm: (attention_classes(llm)[0], "plan", 2),
     "in the plan of a decode": lambda llm: (attention_classes(llm)[0], "plan", 6),
-    "after a decode replay": lambda llm: (Sampler, "sample", 5),
-    "after a prefill replay": lambda llm: (Sampler, "sample", 1),
+    "after a decode replay": lambda llm: (Sampler, "draw", 5),
+    "after a prefill replay": lambda llm: (Sampler, "draw", 1),
 }
 
 

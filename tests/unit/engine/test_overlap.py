@@ -15,7 +15,7 @@ from breakgraph.engine.request import Request
 from breakgraph.engine.scheduler import ScheduledRow, ScheduledStep
 from breakgraph.engine.step_batch import PreparedDecode, build_batch
 from breakgraph.runners import StepBatch
-from unit.engine.small import SMALL, Reference
+from unit.engine.small import SMALL, Reference, launch_none_ahead
 
 PROMPTS = [[1, 2, 3], [4] * 30, [5, 6], [7] * 15, [8] * 16, [9]]
 
@@ -34,7 +34,10 @@ def same(one: StepBatch, other: StepBatch) -> bool:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each step that had a prepared one before it: whether that was used; if so it was what it should be."""
+    """For each step that had a prepared one before it: whether that was used; if so it was what it should be.
+
+    No step is launched ahead."""
+    launch_none_ahead(monkeypatch)
     used: list[bool] = []
     prepared_batch = PreparedDecode.batch
 
@@ -121,9 +124,19 @@ def make(llm: LLM, prompt: list[int], max_tokens: int) -> Request:
     return llm.engine.make_request(prompt, greedy(max_tokens), with_text=False)
 
 
-def test_tokens_go_out_when_the_device_has_the_next_step(
+def test_tokens_go_out_when_the_device_has_the_step_after_the_next(
     idle: LLM, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    watch = Watch(idle, monkeypatch)
+    watch.run(make(idle, [1, 2, 3], 4))
+    first, second, third, last = map(str, reference([1, 2, 3], 4))
+    assert watch.log == ["run", "run", "run", first, "run", second, third, last]
+
+
+def test_tokens_go_out_when_the_device_has_the_next_step_if_none_is_launched_ahead(
+    idle: LLM, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch_none_ahead(monkeypatch)
     watch = Watch(idle, monkeypatch)
     watch.run(make(idle, [1, 2, 3], 4))
     first, second, third, last = map(str, reference([1, 2, 3], 4))
