@@ -1,10 +1,11 @@
-"""What it is worth that the host works while the GPU runs a step, and not between two steps.
+"""What it is worth that the host works while the GPU runs, and that the GPU has the next step before this one ends.
 
     PYTHONPATH=src python3 benchmarks/overlap.py --model qwen3-0.6b --out result.json
 
-Two ways to serve the same streams take turns on one engine. "beside the GPU" is the engine as it is: the tokens of a
-step go out and the next step is prepared when the GPU has its work. "between steps": tokens go out when they are there,
-and each step is built afresh once its tokens are booked. Weights are random, answers are greedy and have one length. A
+Three ways to serve the same streams take turns on one engine. "one step ahead" is the engine as it is: the GPU has the
+next step before the tokens of this one are on the host. "beside the GPU": it has it after they were booked; tokens go
+out and the next step is prepared when the GPU has its work. "between steps": tokens go out when they are there, and
+each step is built afresh once its tokens are booked. Weights are random, answers are greedy and have one length. A
 reader in a thread of its own makes a JSON event of each token, as a server does; there is no tokenizer and no network.
 """
 
@@ -26,17 +27,21 @@ from unittest.mock import patch
 from breakgraph import LLM, SamplingParams
 from breakgraph.bench.result import Metric, Result, Row, Shape, here, write_result
 from breakgraph.bench.workloads import random_prompts
+from breakgraph.engine.ahead import NotAhead, StepAhead
 from breakgraph.engine.engine_thread import EngineThread, TokenEvent
 from breakgraph.engine.scheduler import Scheduler
 from breakgraph.engine.step_batch import PreparedDecode
 
-WAYS = ("beside the GPU", "between steps")
+WAYS = ("one step ahead", "beside the GPU", "between steps")
 
 
 @contextmanager
 def working(way: str, thread: EngineThread) -> Iterator[None]:
     """Let the host work in one way or the other; the engine must be idle."""
     with ExitStack() as stack:
+        if way != "one step ahead":
+            reason = NotAhead.LIVE_CHECK  # any will do
+            stack.enter_context(patch.object(StepAhead, "why_not", lambda *args, **options: reason))
         if way == "between steps":
             stack.enter_context(patch.object(thread, "_has_own_device", False))
             stack.enter_context(patch.object(PreparedDecode, "after", lambda step, block_size: None))
@@ -140,7 +145,8 @@ def main() -> None:
         run=run, where=where, versions=versions, shape=Shape(model=args.model, dtype=dtype), rows=tuple(rows),
         notes=(
             "step: from the moment at which every stream has a token until all have ended, by tokens of a stream",
-            "between steps: the same engine with its hand-over and its preparation of the next step switched off",
+            "beside the GPU: the same engine, which launches no step before the tokens of the last one are booked",
+            "between steps: its hand-over and its preparation of the next step are switched off, too",
         ),
         excluded=("prompts", "tokenising and detokenising", "HTTP"),
     )  # fmt: skip

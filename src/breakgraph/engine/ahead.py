@@ -83,7 +83,7 @@ class StepAhead:
         reason, prepared = self.why_not(step, is_checked=is_checked), None
         if reason is None:
             self._scheduler.take_ahead(step)
-            prepared = PreparedDecode.after(self._in_running_order(step), self._scheduler.block_size)
+            prepared = PreparedDecode.after(step, self._scheduler.block_size)
             if prepared.lacks_blocks:
                 reason = NotAhead.NO_BLOCKS
         if reason is not None:
@@ -156,9 +156,3 @@ class StepAhead:
             "num_void_rows": self._num_void_rows,
             "num_not_launched_by_reason": {reason.value: count for reason, count in self._reasons.items()},
         }
-
-    def _in_running_order(self, step: ScheduledStep) -> ScheduledStep:
-        """Whose rows are in the order in which the next step will be scheduled; after prompts it is another one."""
-        row_of = {row.request: row for row in step.rows}
-        rows = tuple(row_of[request] for request in self._scheduler.running)
-        return ScheduledStep(rows, is_decode=step.is_decode)

@@ -238,13 +238,15 @@ class Engine:
             self.scheduler.take_ahead(step)
             self._prepared = PreparedDecode.after(step, self.config.block_size)
             token_ids = self._sample(step, logits)
+            logprobs = self._logprobs(step, logits, token_ids)
         else:
-            # Drawn before the next step is launched, which overwrites the logits.
+            # Drawn before the next step is launched, which overwrites the logits; copies of them go.
             drawn = self._draw(step, logits, list(range(len(step.rows))), {})
+            del taken, logits
             self.ahead.launch(next_step, step, drawn.token_ids_R, self.runners["decode"].run)
             meanwhile()
-            token_ids = list(drawn.wait())
-        finished = self.scheduler.commit(step, token_ids, self._logprobs(step, logits, token_ids))
+            token_ids, logprobs = list(drawn.wait()), {}
+        finished = self.scheduler.commit(step, token_ids, logprobs)
         self.ahead.drop_if_void()
         return finished
 

@@ -171,7 +171,7 @@ class Scheduler:
 
         Requests that end by a token that nobody knows yet are taken to go on.
         """
-        if not self.waiting or len(step.rows) >= self.max_num_batched_tokens:
+        if not self.waiting:
             return False
         return any(row.request.ends_by_next_token for row in step.rows) or self._next_to_admit() is not None
 

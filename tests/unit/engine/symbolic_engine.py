@@ -129,3 +129,22 @@ def answer_of(request: Request) -> list[int]:
 
 def greedy(max_tokens: int, **more: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **more)
+
+
+ENOUGH = {"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+FREE_LENGTH = {"ignore_eos": True}
+
+
+def add(engine: Engine, prompt: list[int], params: SamplingParams) -> Request:
+    request = engine.make_request(prompt, params)
+    engine.add(request)
+    return request
+
+
+def run_to_end(engine: Engine, max_steps: int = 2000) -> int:
+    """The steps that it took."""
+    for num_steps in range(max_steps):
+        if not engine.has_requests:
+            return num_steps
+        engine.step()
+    raise AssertionError(f"not done after {max_steps} steps")

@@ -9,7 +9,7 @@ import torch
 
 from breakgraph import LLM, SamplingParams
 from breakgraph.engine.outputs import RequestOutput
-from breakgraph.engine.sampler import Sampler
+from breakgraph.engine.sampler import DrawnTokens, Sampler
 from unit.engine.small import Reference
 
 PROMPTS = ["once upon a time", "x"]
@@ -95,13 +95,13 @@ def test_penalties_are_transformers_own(idle: LLM, llama_folder: Any) -> None:
 
 def test_nothing_is_computed_for_requests_that_ask_for_nothing(idle: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     histories: list[Any] = []
-    sample = Sampler.sample
+    draw = Sampler.draw
 
-    def watched(self: Sampler, *args: Any) -> list[int]:
+    def watched(self: Sampler, *args: Any) -> DrawnTokens:
         histories.append(args[3])
-        return sample(self, *args)
+        return draw(self, *args)
 
-    monkeypatch.setattr(Sampler, "sample", watched)
+    monkeypatch.setattr(Sampler, "draw", watched)
     monkeypatch.delattr("breakgraph.engine.engine.token_logprobs")
     monkeypatch.delattr("breakgraph.engine.sampler.penalized")
     answer(idle, PROMPTS)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from breakgraph.engine.sampler import Sampler, filtered_probs
+from breakgraph.engine.sampler import DrawnTokens, History, Sampler, filtered_probs
 from breakgraph.engine.sampling import SamplingParams
 from breakgraph.errors import BreakgraphError
 
@@ -24,6 +24,32 @@ def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
 def draw(sampler: Sampler, logits: torch.Tensor, params: Sequence[SamplingParams]) -> list[int]:
     generators = [None if p.seed is None else sampler.make_generator(p.seed) for p in params]
     return sampler.sample(logits, params, generators)
+
+
+def test_drawing_waits_for_nothing_and_gives_what_sampling_gives(device: torch.device) -> None:
+    params = [
+        SamplingParams(temperature=0),
+        SamplingParams(seed=3, top_p=0.9, top_k=10, min_p=0.01),
+        SamplingParams(),
+        SamplingParams(seed=4, frequency_penalty=1.0, repetition_penalty=1.2),
+    ]
+    logits, histories = random_logits(4).to(device), [History([1, 2], [3])] * 4
+
+    def drawn() -> DrawnTokens:
+        sampler = Sampler(device, seed=0)
+        generators = [None if p.seed is None else sampler.make_generator(p.seed) for p in params]
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            return sampler.draw(logits, params, generators, histories)
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+
+    tokens = drawn()
+    assert tokens.token_ids_R.device.type == device.type
+    assert tokens.token_ids_R.tolist() == tokens.wait() == drawn().wait()
+    assert tokens.wait()[0] == logits[0].argmax().item()
 
 
 def row_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from breakgraph.errors import ConfigError
 from breakgraph.runners.buffers import StaticBuffers, _Layout, live_fields, stage_fields
 from breakgraph.runners.spec import FieldSpec, Pad, PhaseSpec
 from unit.runners.fakes import decode_batch, make_batch, make_decode_spec, make_prefill_spec
@@ -49,6 +50,24 @@ def test_unused_request_slots_are_sentinels_by_hand() -> None:
         "seq_lens": [4, 5, 0],
         "block_tables": [[1] + [0] * 7, [2, 3] + [0] * 6, [0] * 8],
     }
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_tokens_on_the_device_are_put_where_those_of_the_host_are(size: int) -> None:
+    spec = make_prefill_spec()
+    host = make_batch([(3, 1), (0, 3)], first_token=10)
+    batch = dataclasses.replace(host, input_ids=torch.tensor(host.input_ids))
+    spec.check(batch)
+    views, expected = poisoned(spec).load(batch, size), poisoned(spec).load(host, size)
+    assert {name: view.tolist() for name, view in views.items()} == {n: v.tolist() for n, v in expected.items()}
+    fresh, plain = live_fields(spec, batch, CPU), live_fields(spec, host, CPU)
+    assert {name: view.tolist() for name, view in fresh.items()} == {n: v.tolist() for n, v in plain.items()}
+
+
+def test_too_few_tokens_on_the_device_are_refused() -> None:
+    batch = dataclasses.replace(make_batch([(3, 1), (0, 3)]), input_ids=torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="expected 3 entries as in input_ids, got 4"):
+        make_prefill_spec().check(batch)
 
 
 @pytest.mark.parametrize("request_slots", [None, 3])
