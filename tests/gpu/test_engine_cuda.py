@@ -67,6 +67,38 @@ def test_every_step_has_the_bits_of_a_padded_eager_one(
     assert all(not runner["num_eager_steps_by_reason"] for runner in stats.values())
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+        SamplingParams(top_p=0.9, top_k=40, min_p=0.01, seed=3, max_tokens=40, ignore_eos=True),
+        SamplingParams(frequency_penalty=1.0, repetition_penalty=1.2, max_tokens=40, ignore_eos=True),
+    ],
+)
+def test_a_step_that_has_one_behind_it_waits_for_nothing_but_its_tokens(folder: str, params: SamplingParams) -> None:
+    """Torch raises at whatever else would make the host wait: a pageable copy, a number that is read."""
+    with LLM(folder, **OPTIONS, attention="triton") as llm:
+        engine = llm.engine
+        requests = [engine.make_request(prompt, params) for prompt in PROMPTS[:5]]
+        for request in requests:
+            engine.add(request)
+        while engine.stats()["steps_ahead"]["num_launched"] < 2:
+            engine.step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(10):
+                engine.step()
+            engine.abort([requests[2].request_id])  # its row is void
+            for _ in range(3):
+                engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        counts = engine.stats()["steps_ahead"]
+        engine.abort([request.request_id for request in requests])
+    assert counts["num_launched"] >= 15
+    assert counts["num_void_rows"] == 1
+
+
 def test_flash_inside_a_graph_is_refused_by_name(folder: str) -> None:
     with pytest.raises(ConfigError, match="attention 'flash' has 'none'"):
         LLM(folder, **OPTIONS, attention="flash")
