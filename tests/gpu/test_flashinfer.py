@@ -16,6 +16,7 @@ from breakgraph.attention import AttentionBackend, AttentionStep, LayerAttention
 from breakgraph.attention.flashinfer import FlashInferAttention
 from breakgraph.attention.flashinfer_kernels import PlannedKernel
 from breakgraph.graph import PlanFamily
+from no_waiting import no_waiting
 from unit.attention.ragged import PLAIN, RaggedBatch, ragged_batch, with_changes
 
 WIDE = replace(PLAIN, num_heads=8, num_kv_heads=2, head_dim=128, v_head_dim=128, scale=128**-0.5)
@@ -230,8 +231,6 @@ def test_a_later_plan_retires_the_metadata_before_it() -> None:
         attention.forward(batch.q, batch.k, batch.v, WIDE, stale, torch.empty_like(batch.q))
 
 
-# torch says so of the mode that makes synchronizing calls errors.
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_steps_that_pile_up_on_the_stream_keep_their_plans() -> None:
     """The host is steps ahead: no plan may overtake the one before it."""
     for phase in ("prefill", "decode"):
@@ -244,12 +243,9 @@ def test_steps_that_pile_up_on_the_stream_keep_their_plans() -> None:
         ]
         batches[0].run(attention)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting(torch.device("cuda")):
             torch.cuda._sleep(50_000_000)
             outs = [batch.run(attention) for batch in batches]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         for batch, out in zip(batches, outs, strict=True):
             assert error(batch, out) < TOLERANCE
 

@@ -8,6 +8,7 @@ import torch
 from breakgraph.engine.sampler import DrawnTokens, History, Sampler, filtered_probs
 from breakgraph.engine.sampling import SamplingParams
 from breakgraph.errors import BreakgraphError
+from no_waiting import no_waiting
 
 VOCAB = 50
 
@@ -38,13 +39,8 @@ def test_drawing_waits_for_nothing_and_gives_what_sampling_gives(device: torch.d
     def drawn() -> DrawnTokens:
         sampler = Sampler(device, seed=0)
         generators = [None if p.seed is None else sampler.make_generator(p.seed) for p in params]
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting(device):
             return sampler.draw(logits, params, generators, histories)
-        finally:
-            if device.type == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
 
     tokens = drawn()
     assert tokens.token_ids_R.device.type == device.type
