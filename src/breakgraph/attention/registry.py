@@ -111,7 +111,10 @@ def _choose(demand: _Demand) -> AttentionBackend:
             passed_over.append(f"{name} {reason}")
         logger.info("attention=%s for %s: %s", chosen[phase].name, phase, "; ".join(passed_over) or "first choice")
     if chosen[PREFILL].name == "flashinfer" and _make_for(PREFILL, "triton", demand, made) is None:
-        chosen[PREFILL] = SizedAttention(made["triton"], chosen[PREFILL])
+        from breakgraph.attention.triton import TritonAttention
+
+        # FlashInfer takes the requests that are long.
+        chosen[PREFILL] = SizedAttention(TritonAttention(demand.layers, short=True), chosen[PREFILL])
         logger.info("attention=triton for prefill of little work: it plans nothing on the host")
     if chosen[PREFILL] is chosen[DECODE]:
         return chosen[PREFILL]

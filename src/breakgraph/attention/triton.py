@@ -5,6 +5,8 @@ All lengths are read on the device, so a full graph may hold it in every phase.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import triton
 
@@ -22,7 +24,18 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class TritonAttention(AttentionBackend):
+    """Kernels of our own.
+
+    Args:
+        short: whether requests are taken to be short, of up to 2048 tokens about. It is settled here and not by what
+            is in a step: what else is in it must not change the bits of a request.
+    """
+
     name: str = "triton"
+
+    def __init__(self, layers: Iterable[LayerAttention], *, short: bool = False) -> None:
+        super().__init__(layers)
+        self.is_short = short
 
     def bind(self, kv: KVCacheBuffers) -> None:
         """Raises ConfigError for a block size that is not a power of two."""
@@ -86,10 +99,11 @@ class TritonAttention(AttentionBackend):
         if stored and starts is not None and q.is_cuda:  # the emulated device sees the writes of operators only
             attend_stored(
                 dense_heads(q), *caches, requests.block_tables, requests.seq_lens, starts,
-                layer.sinks, layer.scale, layer.softcap, layer.window, out,
+                layer.sinks, layer.scale, layer.softcap, layer.window, out, self.is_short,
             )  # fmt: skip
             return
         paged_attention(
             dense_heads(q), dense_heads(k), dense_heads(v), step.slot_mapping_gpu, *caches, requests.block_tables,
-            requests.seq_lens, starts, layer.sinks, layer.scale, layer.softcap, layer.window, out, stored,
+            requests.seq_lens, starts, layer.sinks, layer.scale, layer.softcap, layer.window, out,
+            stored, self.is_short,
         )  # fmt: skip

@@ -71,7 +71,8 @@ _DECODE_FLOAT32 = {
     128: Tile(16, 16, 4, 2, 16), 256: Tile(16, 16, 4, 2, 16), 384: Tile(16, 16, 4, 2, 16), 512: Tile(16, 16, 4, 2, 16),
 }  # fmt: skip
 _LARGE_SHARED_BYTES = 224 * 1024
-# Heads of 128, few rows: smaller tiles, so that there is one for each multiprocessor. The largest first.
+# Heads of 128, few rows: smaller tiles, so that there is one for each multiprocessor. The largest first: however many
+# rows there are, it is as fast as others on requests of up to 2048 tokens, and spends less on those of one.
 _VARLEN_FEW = (Tile(64, 64, 4, 3), Tile(32, 128, 4, 2))
 
 
@@ -81,16 +82,19 @@ def padded(size: int) -> int:
 
 
 @lru_cache
-def varlen_tile(columns: int, group: int, dtype: torch.dtype, large: bool, per_sm: float = math.inf) -> Tile:
+def varlen_tile(
+    columns: int, group: int, dtype: torch.dtype, large: bool, per_sm: float = math.inf, short: bool = False
+) -> Tile:
     """For any number of queries a request.
 
     Args:
         columns: Those of a padded key and value together.
         per_sm: Rows of queries, each head counted, for a multiprocessor.
+        short: Whether requests are taken to be short.
     """
     tile = _choose((_VARLEN_FLOAT32, _VARLEN_LARGE, _VARLEN_SMALL), columns, group, dtype, large)
     smaller = [few for few in _VARLEN_FEW if few.block_m >= padded(group)]
-    if large and dtype != torch.float32 and columns == 256 and per_sm < tile.block_m and smaller:
+    if large and dtype != torch.float32 and columns == 256 and (short or per_sm < tile.block_m) and smaller:
         return next((few for few in smaller if per_sm >= few.block_m), smaller[-1])
     return tile
 
@@ -190,12 +194,13 @@ def varlen(
     softcap: float | None,
     window: int | None,
     out: torch.Tensor,
+    short: bool,
 ) -> None:
     num_rows, num_heads, _ = q.shape
     block_size, num_kv_heads, head_dim = key_cache.shape[1:]
     v_head_dim, group, device = value_cache.shape[3], num_heads // num_kv_heads, _device_facts(q.device)
     per_sm = num_rows * num_heads / device.num_sms
-    tile = varlen_tile(padded(head_dim) + padded(v_head_dim), group, q.dtype, device.large, per_sm)
+    tile = varlen_tile(padded(head_dim) + padded(v_head_dim), group, q.dtype, device.large, per_sm, short)
     numbers = num_kv_heads, group, head_dim, v_head_dim, block_size, window is not None, softcap is not None
     num_reqs = starts.shape[0] - 1
     num_tiles = num_rows // (tile.block_m // group) + num_reqs + 1
@@ -289,6 +294,7 @@ def _paged_attention(
     window: int | None,
     out: torch.Tensor,
     stored: bool,
+    short: bool,
 ) -> None:
     if not q.shape[0]:
         return
@@ -303,7 +309,10 @@ def _paged_attention(
         else:
             if not stored:
                 store(k, v, slots, cu_seqlens_q, key_cache, value_cache)
-            varlen(q, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, sinks, scale, softcap, window, out)
+            varlen(
+                q, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q,
+                sinks, scale, softcap, window, out, short,
+            )  # fmt: skip
 
 
 def attend_stored(
@@ -318,6 +327,7 @@ def attend_stored(
     softcap: float | None,
     window: int | None,
     out: torch.Tensor,
+    short: bool,
 ) -> None:
     """What :data:`paged_attention` does where keys and values are stored, on CUDA, as a plain launch: for eager breaks,
     which nobody records, and whose host time every step feels."""
@@ -325,7 +335,9 @@ def attend_stored(
         return
     is_elsewhere = q.device.index != torch.cuda.current_device()
     with torch.cuda.device(q.device) if is_elsewhere else nullcontext():
-        varlen(q, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, sinks, scale, softcap, window, out)
+        varlen(
+            q, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, sinks, scale, softcap, window, out, short
+        )
 
 
 def _store_kv(
@@ -341,7 +353,7 @@ _LIBRARY = torch.library.Library("breakgraph", "FRAGMENT")
 _LIBRARY.define(
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor slots, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     "Tensor block_tables, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? sinks, float scale, float? softcap, "
-    "int? window, Tensor(c!) out, bool stored) -> ()"
+    "int? window, Tensor(c!) out, bool stored, bool short) -> ()"
 )
 _LIBRARY.define(
     "store_kv(Tensor k, Tensor v, Tensor slots, Tensor num_live, Tensor(a!) key_cache, Tensor(b!) value_cache) -> ()"
@@ -357,6 +369,7 @@ paged_attention: Any = torch.ops.breakgraph.paged_attention.default
 
 Without `cu_seqlens_q` each row is the last token of one request. With it, [R + 1], rows behind the last request are
 zero and store nothing. A request of length 0 gives zeros. With `stored` the keys and values are there already.
+`short` is how :func:`varlen_tile` takes it.
 """
 
 

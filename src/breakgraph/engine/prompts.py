@@ -27,7 +27,7 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise ConfigError(f"prompts must be text, token ids, a dict, or a list of them, got {type(prompts).__name__}")
-    if prompts and all(_is_int(item) for item in prompts):
+    if prompts and _are_ints(prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
@@ -42,8 +42,8 @@ def tokenize(prompt: Prompt, encode: Callable[[str], list[int]]) -> TokenPrompt:
             raise PromptError(f"{key!r} must be {'text' if key == 'prompt' else 'a list of token ids'}, got {prompt!r}")
     if isinstance(prompt, str):
         return TokenPrompt(encode(prompt), prompt)
-    if isinstance(prompt, Sequence) and all(_is_int(item) for item in prompt):
-        return TokenPrompt([operator.index(item) for item in prompt])  # type: ignore[arg-type]
+    if isinstance(prompt, Sequence) and _are_ints(prompt):
+        return TokenPrompt(list(map(operator.index, prompt)))  # type: ignore[arg-type]
     raise PromptError(f"a prompt must be text, a list of token ids, or a dict with either, got {prompt!r:.200}")
 
 
@@ -78,6 +78,9 @@ def _check_unicode(text: str) -> None:
         raise PromptError(f"the prompt is not valid Unicode: {what}; bytes that are not UTF-8 come in so") from None
 
 
-def _is_int(value: object) -> bool:
-    """Arrays of one element have an index too."""
-    return hasattr(value, "__index__") and not isinstance(value, bool) and not hasattr(value, "__len__")
+def _are_ints(values: Sequence[object]) -> bool:
+    """By type, of which there are few. Arrays of one element have an index too."""
+    return all(
+        hasattr(kind, "__index__") and not issubclass(kind, bool) and not hasattr(kind, "__len__")
+        for kind in set(map(type, values))
+    )

@@ -16,26 +16,28 @@ from breakgraph.runners import StepBatch
 def build_batch(step: ScheduledStep, block_size: int) -> StepBatch:
     """Rows back to back. Block tables reach no further than each request's tokens after this step."""
     input_ids: list[int] = []
-    positions, slots, seq_lens, block_tables = [], [], [], []
+    starts, seq_lens, block_tables = [], [], []
     for row in step.rows:
         request = row.request
         start, end = request.num_computed_tokens, request.num_computed_tokens + row.num_new_tokens
-        input_ids.extend(request.pending_token_ids(row.num_new_tokens))
-        blocks = np.asarray(request.block_ids[: -(-end // block_size)], dtype=np.int64)
-        row_positions = np.arange(start, end, dtype=np.int64)
-        positions.append(row_positions)
-        slots.append(blocks[row_positions // block_size] * block_size + row_positions % block_size)
+        input_ids += request.pending_token_ids(row.num_new_tokens)
+        starts.append(start)
         seq_lens.append(end)
-        block_tables.append(blocks)
+        block_tables.append(np.asarray(request.block_ids[: -(-end // block_size)], dtype=np.int64))
     q_lens = [row.num_new_tokens for row in step.rows]
+    # All rows at once: a step of many requests is built while the device waits.
+    ends = np.cumsum(q_lens)
+    positions = np.arange(len(input_ids)) + np.repeat(np.asarray(starts) - (ends - q_lens), q_lens)
+    table_starts = np.cumsum([0, *map(len, block_tables[:-1])])
+    blocks = np.concatenate(block_tables)[positions // block_size + np.repeat(table_starts, q_lens)]
     return StepBatch(
         input_ids=input_ids,
-        positions=np.concatenate(positions),
-        slot_mapping=np.concatenate(slots),
+        positions=positions,
+        slot_mapping=blocks * block_size + positions % block_size,
         q_lens=q_lens,
         seq_lens=seq_lens,
         block_tables=block_tables,
-        logits_rows=(np.cumsum(q_lens) - 1).tolist(),
+        logits_rows=(ends - 1).tolist(),
     )
 
 

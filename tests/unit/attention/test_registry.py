@@ -14,6 +14,7 @@ import torch
 from breakgraph.attention import ATTENTION_NAMES, GraphSupport, make_attention, registry
 from breakgraph.attention.phase import PhaseAttention
 from breakgraph.attention.sdpa import SdpaAttention
+from breakgraph.attention.sized import SizedAttention
 from breakgraph.attention.triton import TritonAttention
 from breakgraph.errors import ConfigError, UnknownNameError
 from unit.attention.ragged import LAYERS, PLAIN, ragged_batch
@@ -117,6 +118,11 @@ def test_auto_prefills_with_flashinfer_where_it_is_installed(logged: Callable[[]
     assert isinstance(attention, PhaseAttention)
     names = [attention.for_phase(phase).name for phase in ("prefill", "decode")]
     assert names == ["triton or flashinfer", "triton"]
+    sized = attention.for_phase("prefill")
+    assert isinstance(sized, SizedAttention)
+    assert isinstance(sized.short, TritonAttention)
+    assert sized.short.is_short
+    assert not make_attention("triton", "cuda", torch.bfloat16, [PLAIN]).is_short
     assert "attention=flashinfer for prefill: first choice" in logged()
     assert "attention=triton for prefill of little work: it plans nothing on the host" in logged()
 

@@ -482,6 +482,29 @@ def test_full_graphs_may_hold_it_in_every_phase() -> None:
     ]
 
 
+def test_requests_that_are_taken_to_be_short_are_cut_into_smaller_tiles() -> None:
+    tiles = [triton_ops.varlen_tile(256, 8, torch.bfloat16, True, rows, True) for rows in (4096, 128, 64, 15)]
+    assert [tile.block_m for tile in tiles] == [64, 64, 64, 32]
+    assert tiles[-1] == triton_ops.varlen_tile(256, 8, torch.bfloat16, True, 15)
+    for key in [(512, 8, torch.bfloat16, True), (256, 71, torch.bfloat16, True), (256, 8, torch.bfloat16, False)]:
+        assert triton_ops.varlen_tile(*key, 4096, True) == triton_ops.varlen_tile(*key)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("short", [False, True])
+def test_what_it_takes_requests_for_gets_to_the_kernel(
+    short: bool, stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, batch = set(), batch_of(PLAIN, q_lens=[3, 1], cached_lens=[5, 9])
+    tile_of = triton_ops.varlen_tile
+    monkeypatch.setattr(triton_ops, "varlen_tile", lambda *key: seen.add(key[-1]) or tile_of(*key))
+    attention = TritonAttention([PLAIN], short=short)
+    batch.run(attention)
+    metadata = attention.plan(batch.step)
+    attention.forward(batch.q, batch.k, batch.v, PLAIN, metadata, torch.empty_like(batch.q), stored=stored)
+    assert seen == {short}
+
+
 def test_few_rows_are_cut_into_smaller_tiles() -> None:
     """Of bfloat16 heads of 128, where a tile of 128 rows would leave multiprocessors idle."""
     sizes = [triton_ops.varlen_tile(256, 8, torch.bfloat16, True, rows).block_m for rows in (4096, 128, 127.9, 64, 15)]

@@ -49,6 +49,7 @@ def test_something_else_is_refused(prompts: object) -> None:
         ({"prompt_token_ids": [5]}, TokenPrompt([5])),
         ([], TokenPrompt([])),
         ([np.int64(7)], TokenPrompt([7])),
+        ([5, np.int64(7), np.uint8(9)], TokenPrompt([5, 7, 9])),
     ],
 )
 def test_every_form_becomes_token_ids(prompt: object, expected: TokenPrompt) -> None:
@@ -63,6 +64,8 @@ def test_every_form_becomes_token_ids(prompt: object, expected: TokenPrompt) -> 
         [1, "a"],
         [1.0],
         [True],
+        [5, True],
+        [5, ARRAY[:1]],
         ARRAY,
         {"prompt": [1]},
         {"prompt_token_ids": "ab"},
