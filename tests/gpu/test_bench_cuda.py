@@ -74,6 +74,9 @@ def test_serving_beside_continuous_batching_of_transformers(folder: str) -> None
     rows = {str(row.params.get("backend")): row for row in result.rows if row.name == "serve"}
     assert rows["breakable"].metrics["graph_hit_rate"].value == 100
     assert rows["breakable"].metrics["answer_rate"].value > 0
+    assert rows["breakable"].metrics["gpu_busy"].value > 0
+    kernels = {str(row.params["kernel"]): row.metrics["calls"].value for row in result.rows if row.name == "kernel"}
+    assert kernels["decode_kernel"] > 0
     peer = rows["transformers continuous batching"]
     assert str(peer.params["attention"]).startswith("paged|")
     assert peer.metrics["answer_tokens"].value == 48

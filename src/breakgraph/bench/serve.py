@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from breakgraph.backends import backend_class
-from breakgraph.bench.arms import Setting, describe, give_memory_back, shape_only
+from breakgraph.bench.arms import Setting, describe, give_memory_back, kernel_rows, shape_only
 from breakgraph.bench.ceilings import Ceilings, step_work
 from breakgraph.bench.config import ServeBench
+from breakgraph.bench.profiler import gpu_profile
 from breakgraph.bench.result import Metric, Row, Scalar
 from breakgraph.bench.workloads import even_lens, random_prompts
 from breakgraph.engine.llm import LLM
+from breakgraph.engine.outputs import RequestOutput
 from breakgraph.engine.sampling import SamplingParams
 from breakgraph.errors import ConfigError
 
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """Rows `serve`, one a backend. The prefix cache is off; the first round is not counted."""
+    """Rows `serve`, one a backend, and on a GPU where its time goes. The prefix cache is off; the first round is not
+    counted."""
     config = setting.config
     assert isinstance(config, ServeBench)
     if setting.ceilings is not None:
@@ -38,9 +41,7 @@ def measure(setting: Setting) -> Iterator[Row]:
                 if llm is None:
                     continue
                 with llm:
-                    row = _arm(setting, config, llm, {"backend": backend, "fusion": fusion})
-                setting.tell(describe(row))
-                yield row
+                    yield from _arm(setting, config, llm, {"backend": backend, "fusion": fusion})
                 del llm
                 give_memory_back()
 
@@ -74,15 +75,19 @@ def engine_backends(backend: str) -> dict[str, Any]:
     return {"prefill_backend": backend, "decode_backend": "full" if backend_class(backend).captures else backend}
 
 
-def _arm(setting: Setting, config: ServeBench, llm: LLM, arm: dict[str, Scalar]) -> Row:
+def _arm(setting: Setting, config: ServeBench, llm: LLM, arm: dict[str, Scalar]) -> Iterator[Row]:
     vocab_size = llm.engine.facts.vocab_size
     prompts = random_prompts(config.num_requests, config.prompt_len, vocab_size, config.seed)
-    params = SamplingParams(temperature=0.0, max_tokens=config.answer_len, ignore_eos=True)
-    llm.generate(prompts, params, use_tqdm=False)
+    greedy = SamplingParams(temperature=0.0, max_tokens=config.answer_len, ignore_eos=True)
+
+    def generate() -> list[RequestOutput]:
+        return llm.generate(prompts, greedy, use_tqdm=False)
+
+    generate()
     before, seconds = llm.stats(), []
     for _ in range(config.rounds):
         started = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = generate()
         seconds.append(time.perf_counter() - started)
         num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         expected = config.num_requests * config.answer_len
@@ -90,8 +95,15 @@ def _arm(setting: Setting, config: ServeBench, llm: LLM, arm: dict[str, Scalar])
     stats = llm.stats()
     metrics = serve_metrics(config, seconds, is_timed=setting.ceilings is not None) | _steps(before, stats)
     used = " + ".join(dict.fromkeys(stats["attention"].values()))
-    decode = stats["runners"]["decode"]["backend"]
-    return Row(name="serve", params=arm | {"decode_backend": decode, "attention": used}, metrics=metrics)
+    params = arm | {"decode_backend": stats["runners"]["decode"]["backend"], "attention": used}
+    kernels: list[Row] = []
+    if setting.ceilings is not None:
+        profile = gpu_profile(generate, setting.device, rounds=1)
+        metrics["gpu_busy"] = Metric(value=profile.busy_ms / 1e3, unit="s")
+        kernels = kernel_rows(params, profile.kernels)
+    row = Row(name="serve", params=params, metrics=metrics)
+    setting.tell(describe(row))
+    yield from (row, *kernels)
 
 
 def serve_metrics(config: ServeBench, seconds: list[float], *, is_timed: bool) -> dict[str, Metric]:

@@ -76,7 +76,7 @@ def tables(result: Result) -> list[Table]:
         if name == "step":
             made.append(_step_table(rows))
         elif name == "kernel":
-            made.append(_row_table("kernels of one step", rows, details=True))
+            made.append(_row_table("kernels", rows, details=True))
         elif len(rows) == 1:
             made.append(_one_row(name, rows[0]))
         elif name in _STEPS:

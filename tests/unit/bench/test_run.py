@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from breakgraph.bench import arms, comparison
+from breakgraph.bench import arms, comparison, serve
 from breakgraph.bench.capture import measure as measure_capture
 from breakgraph.bench.ceilings import Ceilings, step_work
 from breakgraph.bench.config import BenchConfig, CaptureBench, DecodeBench, PrefillBench, ServeBench
@@ -131,10 +131,13 @@ def test_with_ceilings_every_kind_is_timed(
 ) -> None:
     """What a GPU would go through; the profiler finds no kernels here, so the busy time is made up too."""
     kernels = [KernelTime(f"kernel {index}", 14.0 - index, 2) for index in range(14)]
-    monkeypatch.setattr(arms, "gpu_profile", lambda run, device: run() is not None and GpuProfile(0.5, kernels))
+    profile = lambda run, device, rounds=3: run() is not None and GpuProfile(0.5, kernels)  # noqa: E731
+    monkeypatch.setattr(arms, "gpu_profile", profile)
+    monkeypatch.setattr(serve, "gpu_profile", profile)
     config = small(kind, tiny_folder)
     rows = list(import_module(f"breakgraph.bench.{config.kind}").measure(make_setting(config, TINY_CEILINGS)))
     check_kernels([row for row in rows if row.name == "kernel"], config)
+    assert all(row.metrics["gpu_busy"].value == 0.5e-3 for row in rows if row.name == "serve")
     timed = [row for row in rows if row.name != "step"]
     assert timed
     assert all(row.metrics["time"].value > 0 for row in timed)
@@ -149,12 +152,13 @@ def test_with_ceilings_every_kind_is_timed(
 
 
 def check_kernels(rows: list[Row], config: BenchConfig) -> None:
-    """The longest by name and the rest as one, of one backend a case."""
-    assert bool(rows) == isinstance(config, PrefillBench | DecodeBench)
+    """The longest by name and the rest as one, of one backend a case; of serving, each backend is a case."""
+    assert bool(rows) != isinstance(config, CaptureBench)
     cases: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         cases.setdefault(tuple(value for name, value in row.params.items() if name != "kernel"), []).append(row)
-        assert row.params["backend"] == next(name for name in config.backends if name != "eager")
+        first = next(name for name in config.backends if name != "eager")
+        assert row.params["backend"] == first or isinstance(config, ServeBench)
     for found in cases.values():
         assert [row.params["kernel"] for row in found] == [*(f"kernel {index}" for index in range(12)), "others"]
         assert [row.metrics["time"].value for row in found[-2:]] == [3.0, 2.0 + 1.0]
