@@ -17,6 +17,7 @@ from breakgraph.attention.sdpa import SdpaAttention
 from breakgraph.attention.sized import SizedAttention
 from breakgraph.attention.triton import TritonAttention
 from breakgraph.errors import ConfigError, UnknownNameError
+from triton_device import DEVICE
 from unit.attention.ragged import LAYERS, PLAIN, ragged_batch
 
 
@@ -70,7 +71,7 @@ def test_a_named_one_that_cannot_serve_says_why_and_what_can() -> None:
 
 def test_a_named_one_says_which_blocks_it_reads() -> None:
     with pytest.raises(ConfigError, match=r"'triton' cannot serve the KV cache: .*power of two, not 24; use .*'sdpa'"):
-        make_attention("triton", "cpu", torch.float32, [PLAIN], block_size=24)
+        make_attention("triton", DEVICE, torch.float32, [PLAIN], block_size=24)
 
 
 def test_one_whose_package_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,17 @@ from unit.bench.conftest import TINY_CEILINGS, MakeSetting
 
 FAKE = '''
 import os
+import signal
+import threading
+from pathlib import Path
 from breakgraph.bench.result import Metric, Row
 
 def measure(task):
+    if task.config.model == "hangs":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        Path("peer").write_text(str(os.getpid()))
+        os.kill(os.getppid(), signal.SIGINT)
+        threading.Event().wait()
     if task.config.model == "dies":
         os._exit(3)
     if task.config.model == "fails":
@@ -53,6 +61,19 @@ def test_a_peer_ends_no_benchmark(fake_peer: str, model: str, answer: str | None
     assert isinstance(row, Row)
     assert row.params["dtype"] == "bfloat16"
     assert row.params["process"] != os.getpid()
+
+
+def test_an_interrupt_ends_a_peer_that_does_not_end_by_itself(
+    fake_peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from breakgraph.bench import peers
+
+    monkeypatch.setattr(peers, "_GRACE_SEC", 0.0)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run_apart(fake_peer, PeerTask(ServeBench(model="hangs"), "bfloat16"))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "peer").read_text()), 0)
 
 
 def test_the_emulated_device_compares_nothing(tiny_folder: str, make_setting: MakeSetting) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from breakgraph.bench.config import BenchConfig
@@ -27,6 +27,10 @@ _WHERE = {
 _PACKAGES = {"torch.compile": "torch", "transformers": "transformers", "vllm": "vllm"}
 
 
+_GRACE_SEC = 5.0
+"""For a peer to end by itself when the user has interrupted the benchmark."""
+
+
 @dataclass(frozen=True)
 class PeerTask:
     """What goes into the other process."""
@@ -44,21 +48,36 @@ def run_peer(name: str, setting: Setting) -> list[Row] | str:
 
 
 def run_apart(module: str, task: PeerTask) -> list[Row] | str:
-    """`measure(task)` of a module in a new process."""
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    """`measure(task)` of a module in a new process. An interrupt leaves no process behind, whatever that was at."""
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_measure_into, args=(sending, module, task))
+    with receiving, sending:
+        process.start()
+        sending.close()
         try:
-            return pool.submit(_measured, module, task).result()
-        except BrokenProcessPool:
-            return "its process died; what it printed above says more"
+            answer: list[Row] | str = receiving.recv()
+        except EOFError:
+            answer = "its process died; what it printed above says more"
+        except BaseException:
+            try:
+                process.join(_GRACE_SEC)
+            finally:
+                process.kill()
+            raise
+        finally:
+            process.join()
+    return answer
 
 
-def _measured(module: str, task: PeerTask) -> list[Row] | str:
+def _measure_into(sending: Connection, module: str, task: PeerTask) -> None:
     """Runs in the other process. Any exception is an answer: no peer may end the benchmark."""
-    try:
-        rows: list[Row] = importlib.import_module(module).measure(task)
-    except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return rows
+    with suppress(KeyboardInterrupt):  # the benchmark has it, too
+        try:
+            answer: list[Row] | str = importlib.import_module(module).measure(task)
+        except Exception as error:
+            answer = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        sending.send(answer)
 
 
 def peer_notes(names: Iterable[str]) -> list[str]:
