@@ -150,9 +150,9 @@ class StepAhead:
             self._num_void_rows += len(launched.rows)
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able counts."""
+        """JSON-able counts. Any thread may ask."""
         return {
             "num_launched": self._num_launched,
             "num_void_rows": self._num_void_rows,
-            "num_not_launched_by_reason": {reason.value: count for reason, count in self._reasons.items()},
+            "num_not_launched_by_reason": {reason.value: count for reason, count in dict(self._reasons).items()},
         }

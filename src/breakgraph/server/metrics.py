@@ -120,6 +120,7 @@ class _EngineFigures(Collector):
         yield _counter("prefix_cached_tokens", "Those found in the prefix cache", scheduler.num_prefix_cached_tokens)
         yield _counter("preemptions", "Answers that gave up their blocks for others", scheduler.num_preemptions)
         yield from self._graph_figures()
+        yield from self._ahead_figures()
         memory = GaugeMetricFamily("breakgraph_memory_bytes", "Memory by what holds it", labels=["kind"])
         memory.add_metric(["graph_pool"], engine.family.pool_bytes)
         memory.add_metric(["graph_outputs"], engine.family.output_bytes)
@@ -142,6 +143,17 @@ class _EngineFigures(Collector):
                 eager.add_metric([phase, reason.value], count)
             padded.add_metric([phase], runner.stats.num_padded_tokens)
         yield from (replays, eager, padded)
+
+    def _ahead_figures(self) -> Iterator[Metric]:
+        ahead = self._engine.ahead.stats()
+        yield _counter("steps_ahead", "Decode steps launched ahead of their tokens", ahead["num_launched"])
+        yield _counter("void_rows", "Rows of those steps whose answer had ended", ahead["num_void_rows"])
+        others = CounterMetricFamily(
+            "breakgraph_steps_not_ahead", "Steps that had none launched behind them, by reason", labels=["reason"]
+        )
+        for reason, count in ahead["num_not_launched_by_reason"].items():
+            others.add_metric([reason], count)
+        yield others
 
 
 def _gauge(name: str, about: str, value: float) -> GaugeMetricFamily:

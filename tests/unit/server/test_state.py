@@ -148,6 +148,9 @@ def test_metrics_count_what_happened(http: httpx.Client) -> None:
     assert grown("breakgraph_answer_seconds_count") == 1
     assert grown("breakgraph_graph_replays_total", "32", "prefill") == 1
     assert grown("breakgraph_graph_replays_total", "8", "decode") == 5
+    assert grown("breakgraph_steps_ahead_total") == 5
+    assert grown("breakgraph_steps_not_ahead_total", "all_end") == 1
+    assert grown("breakgraph_void_rows_total") == 0
     assert after["breakgraph_kv_blocks", "free"] == after["breakgraph_kv_blocks", "usable"] == 64
     assert after["breakgraph_memory_bytes", "kv_cache"] > 0
     assert (after["breakgraph_requests_running",], after["breakgraph_requests_waiting",]) == (0, 0)
