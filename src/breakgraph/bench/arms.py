@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from breakgraph.attention import AttentionBackend, KVCacheBuffers, make_attention
+from breakgraph.attention.base import DECODE
 from breakgraph.backends import Backend, backend_class, make_backend
 from breakgraph.bench.ceilings import Ceilings, Work
 from breakgraph.bench.config import BenchConfig
 from breakgraph.bench.profiler import GpuProfile, KernelTime, gpu_profile
 from breakgraph.bench.result import Metric, Row, Scalar
-from breakgraph.bench.timing import Samples, back_to_back, interleaved, paired_ratio
+from breakgraph.bench.timing import Samples, back_to_back, interleaved, one_ahead, paired_ratio
 from breakgraph.bench.workloads import BLOCK_SIZE
 from breakgraph.errors import ConfigError
 from breakgraph.graph import PlanFamily
@@ -102,6 +103,7 @@ class StepGroup:
     ) -> None:
         self.setting = setting
         self.model = model
+        self.phase = phase
         self.runners: dict[str, Runner] = {}
         self.profiles: dict[str, GpuProfile] = {}
         """By backend, of the step that was compared last."""
@@ -165,6 +167,8 @@ class StepGroup:
             metrics[name] = _times(name, samples, profile.busy_ms, floor) | metrics[name]
             if name != EAGER:
                 metrics[name]["back_to_back"] = Metric(value=back_to_back(run, self.setting.device), unit="ms")
+                if self.phase == DECODE:
+                    metrics[name]["one_ahead"] = Metric(value=one_ahead(run, self.setting.device), unit="ms")
         return metrics
 
     def _equality(self, name: str, batch: StepBatch, logits: dict[str, torch.Tensor]) -> dict[str, Metric]:
@@ -287,8 +291,8 @@ def kernel_rows(params: Mapping[str, Scalar], kernels: Sequence[KernelTime]) -> 
 def describe(row: Row) -> str:
     """One line, while a benchmark runs."""
     shown = (
-        "build", "compile", "capture", "time", "p10", "p90", "back_to_back", "host", "gpu_busy", "roofline",
-        "segments", "breaks", "experts_reached", "equals_eager", "equals_full",
+        "build", "compile", "capture", "time", "p10", "p90", "back_to_back", "one_ahead", "host", "gpu_busy",
+        "roofline", "segments", "breaks", "experts_reached", "equals_eager", "equals_full",
     )  # fmt: skip
     values = [f"{key} {_short(row.metrics[key])}" for key in shown if key in row.metrics]
     return "  ".join([row.name, *(f"{key}={value}" for key, value in row.params.items()), *values])

@@ -68,7 +68,8 @@ def _against_bytes(setting: Setting, work: Work, metrics: dict[str, Metric]) -> 
     if setting.ceilings is None:
         return known
     floor = setting.ceilings.bytes_ms(work)
-    return known | {
-        "bytes_floor": Metric(value=floor, unit="ms"),
-        "over_bytes_floor": Metric(value=metrics["time"].value / floor, unit="ratio"),
-    }
+    known["bytes_floor"] = Metric(value=floor, unit="ms")
+    for name, ratio in (("time", "over_bytes_floor"), ("one_ahead", "one_ahead_over_bytes_floor")):
+        if name in metrics:
+            known[ratio] = Metric(value=metrics[name].value / floor, unit="ratio")
+    return known

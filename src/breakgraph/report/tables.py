@@ -15,12 +15,13 @@ _HEADS = {
     "gpu_busy": "GPU busy", "over_full": "time / full", "over_full_paired": "time / full, paired",
     "over_roofline": "time / roofline", "over_bytes_floor": "time / bytes floor", "bytes_floor": "bytes floor",
     "equals_eager": "= eager", "equals_full": "= full", "off_full": "off full", "back_to_back": "back to back",
-    "experts_reached": "experts reached",
+    "experts_reached": "experts reached", "one_ahead": "one ahead",
+    "one_ahead_over_bytes_floor": "one ahead / bytes floor",
 }  # fmt: skip
 _MAIN = (
-    "time", "eager_over_time", "over_gpu_busy", "back_to_back", "host", "gpu_busy", "roofline", "bytes_floor",
-    "over_bytes_floor", "over_full", "segments", "breaks", "experts_reached", "equals_eager", "eager_repeats",
-    "equals_full", "off_full",
+    "time", "eager_over_time", "over_gpu_busy", "back_to_back", "one_ahead", "host", "gpu_busy", "roofline",
+    "bytes_floor", "over_bytes_floor", "one_ahead_over_bytes_floor", "over_full", "segments", "breaks",
+    "experts_reached", "equals_eager", "eager_repeats", "equals_full", "off_full",
 )  # fmt: skip
 """Columns of a step's table; the rest is in its details."""
 _STEPS = ("prefill", "decode")

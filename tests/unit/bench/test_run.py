@@ -137,6 +137,10 @@ def test_with_ceilings_every_kind_is_timed(
     config = small(kind, tiny_folder)
     rows = list(import_module(f"breakgraph.bench.{config.kind}").measure(make_setting(config, TINY_CEILINGS)))
     check_kernels([row for row in rows if row.name == "kernel"], config)
+    ahead = [row for row in rows if "one_ahead" in row.metrics]
+    assert all(row.metrics["one_ahead_over_bytes_floor"].value > 0 for row in ahead)
+    captured = [row for row in rows if row.name == "decode" and row.params["backend"] != "eager"]
+    assert ahead == captured
     assert all(row.metrics["gpu_busy"].value == 0.5e-3 for row in rows if row.name == "serve")
     timed = [row for row in rows if row.name != "step"]
     assert timed

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from breakgraph.bench.profiler import Event, busy_us, profiled
-from breakgraph.bench.timing import Samples, back_to_back, interleaved, paired_ratio, percentile
+from breakgraph.bench.timing import Samples, back_to_back, interleaved, one_ahead, paired_ratio, percentile
 
 CPU = torch.device("cpu")
 
@@ -45,6 +45,32 @@ def test_the_first_runs_of_a_row_are_not_what_is_told(monkeypatch: pytest.Monkey
     walls = iter([900.0, 800.0, 700.0, 30.0, 20.0, 10.0, 5.0])
     monkeypatch.setattr("breakgraph.bench.timing.timed", lambda run, device: (next(walls), 0.0))
     assert back_to_back(lambda: None, CPU, seconds=2.465) == 15.0
+
+
+def test_a_step_ahead_is_launched_before_the_last_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of one millisecond a step, on a clock of its own."""
+    order: list[str] = []
+    clock = [0.0]
+
+    def run() -> None:
+        order.append("launch")
+
+    def end_of_queue(device: torch.device) -> Callable[[], None]:
+        step = sum(what == "launch" for what in order) - 1
+
+        def wait() -> None:
+            order.append(f"end {step}")
+            clock[0] += 0.001
+
+        return wait
+
+    monkeypatch.setattr("breakgraph.bench.timing._end_of_queue", end_of_queue)
+    monkeypatch.setattr("breakgraph.bench.timing.time.perf_counter", lambda: clock[0])
+    assert one_ahead(run, CPU, seconds=0.02) == pytest.approx(1.0)
+    assert [what.split()[0] for what in order[:5]] == ["launch", "launch", "end", "launch", "end"]
+    assert [what for what in order if what.startswith("end")][:3] == ["end 0", "end 1", "end 2"]
+    assert order[-1].startswith("end")
+    assert order.count(order[-1]) == 1
 
 
 def kernel(start: float, duration: float, category: str = "kernel") -> Event:
