@@ -16,11 +16,13 @@ import tempfile
 from pathlib import Path
 
 import torch
-from prefill_backends import BLOCK, even_batch, gpu_busy_ms, timed
 
 from breakgraph.attention import KVCacheBuffers, make_attention
 from breakgraph.backends import make_backend
+from breakgraph.bench.profiler import gpu_profile
 from breakgraph.bench.result import Metric, Result, Row, Shape, here, write_result
+from breakgraph.bench.timing import timed
+from breakgraph.bench.workloads import BLOCK_SIZE, num_blocks, prefill_batch
 from breakgraph.graph import PlanFamily
 from breakgraph.models import load_model
 from breakgraph.models.experts import LIVE_GROUPED_MM
@@ -43,12 +45,12 @@ def rows_of(experts: str, model: object, rounds: int) -> list[Row]:
     for layer in model.module.modules():  # type: ignore[attr-defined]
         if hasattr(layer, "config"):
             layer.config._experts_implementation = experts
-    num_blocks = BUCKETS[-1] // BLOCK + SLOTS + 1
+    device, blocks = torch.device("cuda"), num_blocks([BUCKETS[-1]])
     attention = make_attention("triton", "cuda", torch.bfloat16, model.layers)  # type: ignore[attr-defined]
-    attention.bind(KVCacheBuffers.allocate(model.layers, num_blocks, BLOCK, torch.bfloat16, "cuda"))  # type: ignore[attr-defined]
+    attention.bind(KVCacheBuffers.allocate(model.layers, blocks, BLOCK_SIZE, torch.bfloat16, "cuda"))  # type: ignore[attr-defined]
     spec = prefill_spec(
-        max_num_batched_tokens=BUCKETS[-1], max_num_seqs=SLOTS, max_model_len=BUCKETS[-1], num_blocks=num_blocks,
-        block_size=BLOCK, buckets=BUCKETS, request_slots=SLOTS,
+        max_num_batched_tokens=BUCKETS[-1], max_num_seqs=SLOTS, max_model_len=BUCKETS[-1], num_blocks=blocks,
+        block_size=BLOCK_SIZE, buckets=BUCKETS, request_slots=SLOTS,
     )  # fmt: skip
 
     def forward(fields: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -61,17 +63,17 @@ def rows_of(experts: str, model: object, rounds: int) -> list[Row]:
         runner.capture()
         for bucket, smaller in zip(BUCKETS, (0, *BUCKETS), strict=False):
             for live in (bucket, (bucket + smaller) // 2, smaller + 1):
-                batch = even_batch(live, 1, model.vocab_size)  # type: ignore[attr-defined]
+                batch = prefill_batch(live, 1, model.vocab_size, live)  # type: ignore[attr-defined]
 
                 def run(batch: object = batch) -> object:
                     return runner.run(batch)  # type: ignore[arg-type]
 
-                walls = [timed(run)[0] for _ in range(rounds + 1)][1:]
+                walls = [timed(run, device)[0] for _ in range(rounds + 1)][1:]
                 rows.append(Row(
                     name=f"{experts}, {live} of {bucket}",
                     params={"experts": experts, "bucket": bucket, "live": live, "layers": NUM_LAYERS},
                     metrics={"replay": Metric(value=statistics.median(walls), unit="ms"),
-                             "gpu_busy": Metric(value=gpu_busy_ms(run), unit="ms")},
+                             "gpu_busy": Metric(value=gpu_profile(run, device).busy_ms, unit="ms")},
                 ))  # fmt: skip
                 print(rows[-1].name, *(f"{k} {m.value:.3f} ms" for k, m in rows[-1].metrics.items()), flush=True)
         runner.close()

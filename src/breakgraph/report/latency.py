@@ -1,8 +1,8 @@
-"""The latencies of prefill steps in a result, whichever of the two layouts its rows have."""
+"""The latencies of prefill steps in a result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from breakgraph.bench.result import Result, Row
@@ -28,36 +28,24 @@ class Latency:
 
 
 def latencies(result: Result) -> list[Latency]:
-    """Of rows with a `time` for the backend in `params`, and of rows whose metrics are named after the backends."""
-    found = []
-    for row in result.rows:
-        if isinstance(row.params.get("tokens"), int) and isinstance(row.params.get("requests"), int):
-            found += list(_of_row(row))
-    return found
+    """Of rows that have a `time`."""
+    return [_latency(row) for row in result.rows if row.name == "prefill" and "time" in row.metrics]
 
 
-def _of_row(row: Row) -> Iterator[Latency]:
-    if row.name == "prefill" and "time" in row.metrics:
-        yield _latency(row, str(row.params.get("backend")), "time", "p10", "p90", "gpu_busy")
-    for backend in BACKENDS:
-        if backend in row.metrics:
-            yield _latency(row, backend, backend, f"{backend}_p10", f"{backend}_p90", f"gpu_busy_{backend}")
-
-
-def _latency(row: Row, backend: str, time: str, p10: str, p90: str, busy: str) -> Latency:
+def _latency(row: Row) -> Latency:
     def value(name: str) -> float | None:
         return row.metrics[name].value if name in row.metrics else None
 
     return Latency(
         tokens=int(str(row.params["tokens"])),
         requests=int(str(row.params["requests"])),
-        backend=backend,
+        backend=str(row.params.get("backend")),
         fusion=str(row.params.get("fusion", "")),
         attention=str(row.params.get("attention", "")),
-        time=row.metrics[time].value,
-        p10=value(p10),
-        p90=value(p90),
-        gpu_busy=value(busy),
+        time=row.metrics["time"].value,
+        p10=value("p10"),
+        p90=value("p90"),
+        gpu_busy=value("gpu_busy"),
         roofline=value("roofline"),
     )
 

@@ -8,7 +8,7 @@ from breakgraph.bench.result import Metric, Result, Row, Run, Scalar, Shape, Ver
 
 ROOT = Path(__file__).parents[3]
 COMMITTED = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-README_FILE = ROOT / "benchmarks" / "results" / "prefill_backends_8b.json"
+README_FILE = ROOT / "benchmarks" / "results" / "prefill_8b.json"
 
 
 def ms(value: float) -> Metric:
