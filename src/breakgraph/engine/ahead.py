@@ -104,9 +104,9 @@ class StepAhead:
         """
         place_of = {row.request: place for place, row in enumerate(step.rows)}
         places = [place_of[row.request] for row in prepared.rows]
-        if places != list(range(len(step.rows))):
-            token_ids_R = token_ids_R.index_select(0, put(places, torch.int64, token_ids_R.device))
         try:
+            if places != list(range(len(step.rows))):
+                token_ids_R = token_ids_R.index_select(0, put(places, torch.int64, token_ids_R.device))
             logits_RV = run(prepared.batch_of_all(token_ids_R))
         except Exception as error:
             self._reasons[NotAhead.RAISED] += 1
@@ -126,7 +126,10 @@ class StepAhead:
             return None
         self._launched = None
         if isinstance(launched.logits_RV, Exception):
-            raise launched.logits_RV
+            try:
+                raise launched.logits_RV
+            finally:
+                del launched  # no cycle: what the launch's frames hold goes with the exception
         self._num_void_rows += len(launched.rows) - len(live)
         logits_RV = launched.logits_RV
         if len(live) < len(launched.rows):
@@ -145,7 +148,7 @@ class StepAhead:
         if launched is None:
             return
         if isinstance(launched.logits_RV, Exception):
-            logger.error("a step failed, and nobody is left in it", exc_info=launched.logits_RV)
+            logger.error("a step that was launched ahead failed, and is not needed", exc_info=launched.logits_RV)
         else:
             self._num_void_rows += len(launched.rows)
 

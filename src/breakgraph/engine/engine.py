@@ -210,7 +210,7 @@ class Engine:
         are waited for; the next call goes on from there.
 
         Whatever is raised on the way, no token and no KV of this step is booked: the same step can be tried again, or
-        its requests aborted.
+        its requests aborted. Random numbers that were drawn for it are not put back.
 
         Args:
             meanwhile: called when the device has the step, and the next one if that is launched ahead, before this

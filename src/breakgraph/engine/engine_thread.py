@@ -108,7 +108,8 @@ class EngineThread:
             )
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drops requests and frees their blocks before the next step. No event follows; unknown ids are ignored."""
+        """Drops requests and frees their blocks before the next step is made; one that was launched ahead may have rows
+        of theirs. No event follows; unknown ids are ignored."""
         ids = list(request_ids)
         with self._changed:
             self._commands.append(lambda engine: self._abort(engine, ids))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 from breakgraph.errors import ConfigError, PromptError
 
@@ -81,6 +81,6 @@ def _check_unicode(text: str) -> None:
 def _are_ints(values: Sequence[object]) -> bool:
     """By type, of which there are few. Arrays of one element have an index too."""
     return all(
-        hasattr(kind, "__index__") and not issubclass(kind, bool) and not hasattr(kind, "__len__")
+        issubclass(kind, SupportsIndex) and not issubclass(kind, bool | Sized)
         for kind in set(map(type, values))
     )

@@ -147,7 +147,7 @@ class _EngineFigures(Collector):
     def _ahead_figures(self) -> Iterator[Metric]:
         ahead = self._engine.ahead.stats()
         yield _counter("steps_ahead", "Decode steps launched ahead of their tokens", ahead["num_launched"])
-        yield _counter("void_rows", "Rows of those steps whose answer had ended", ahead["num_void_rows"])
+        yield _counter("void_rows", "Rows of those steps of which nothing was kept", ahead["num_void_rows"])
         others = CounterMetricFamily(
             "breakgraph_steps_not_ahead", "Steps that had none launched behind them, by reason", labels=["reason"]
         )

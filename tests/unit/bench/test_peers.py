@@ -19,15 +19,22 @@ FAKE = '''
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from breakgraph.bench.result import Metric, Row
 
+def hang():
+    time.sleep(0.3)
+    os.kill(os.getppid(), signal.SIGINT)
+    threading.Event().wait()
+
 def measure(task):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Path("peer").write_text(str(os.getpid()))
     if task.config.model == "hangs":
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        Path("peer").write_text(str(os.getpid()))
-        os.kill(os.getppid(), signal.SIGINT)
-        threading.Event().wait()
+        hang()
+    if task.config.model == "lingers":
+        threading.Thread(target=hang).start()
     if task.config.model == "dies":
         os._exit(3)
     if task.config.model == "fails":
@@ -41,6 +48,7 @@ def measure(task):
 def fake_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "fake_peer.py").write_text(FAKE)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     return "fake_peer"
 
 
@@ -63,15 +71,16 @@ def test_a_peer_ends_no_benchmark(fake_peer: str, model: str, answer: str | None
     assert row.params["process"] != os.getpid()
 
 
+@pytest.mark.parametrize("what", ["hangs", "lingers"])
 def test_an_interrupt_ends_a_peer_that_does_not_end_by_itself(
-    fake_peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
+    """Before it has answered, or after."""
     from breakgraph.bench import peers
 
     monkeypatch.setattr(peers, "_GRACE_SEC", 0.0)
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        run_apart(fake_peer, PeerTask(ServeBench(model="hangs"), "bfloat16"))
+        run_apart(fake_peer, PeerTask(ServeBench(model=what), "bfloat16"))
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "peer").read_text()), 0)
 

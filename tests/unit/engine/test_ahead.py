@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -181,6 +183,46 @@ class TestErrors:
         assert request.output_token_ids == answer_of(request)
         assert engine.counts[2] == {"raised": 1, "all_end": 1}
 
+    def test_what_a_failed_launch_held_goes_with_its_exception(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine = SymbolicEngine(**ENOUGH)
+        add(engine, [1, 2], greedy(6, **FREE_LENGTH))
+        held = []
+
+        def fails(batch: object) -> None:
+            activation = torch.zeros(1)
+            held.append(weakref.ref(activation))
+            raise InjectedError("no memory")
+
+        monkeypatch.setattr(engine.fakes[1], "run", fails)
+        gc.disable()
+        try:
+            engine.step()
+            with pytest.raises(InjectedError):
+                engine.step()
+            assert [ref() for ref in held] == [None]
+        finally:
+            gc.enable()
+
+    def test_a_step_is_booked_even_if_the_tokens_of_the_next_cannot_be_picked(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = SymbolicEngine(**ENOUGH)
+        ends, goes_on = (add(engine, [n], greedy(n, **FREE_LENGTH)) for n in (2, 5))
+        engine.step()
+
+        def no_memory(*args: object) -> None:
+            raise torch.OutOfMemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr("breakgraph.engine.ahead.put", no_memory)
+            engine.step()
+            assert (len(ends.output_token_ids), len(goes_on.output_token_ids)) == (2, 2)
+            with pytest.raises(torch.OutOfMemoryError):
+                engine.step()
+        run_to_end(engine)
+        assert goes_on.output_token_ids == answer_of(goes_on)
+        assert engine.counts[2]["raised"] == 1
+
     def test_a_failed_launch_of_which_nobody_is_left_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
         engine = SymbolicEngine(**ENOUGH)
         request = add(engine, [1, 2], greedy(6))
@@ -188,7 +230,7 @@ class TestErrors:
         engine.step()
         with caplog.at_level(logging.ERROR):
             engine.abort([request.request_id])
-        assert "nobody is left in it" in caplog.text
+        assert "launched ahead failed, and is not needed" in caplog.text
         assert run_to_end(engine) == 0
 
     def test_an_interrupt_is_raised_at_once_and_books_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:

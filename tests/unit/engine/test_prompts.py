@@ -1,3 +1,4 @@
+from enum import IntEnum
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,10 @@ def encode(text: str) -> list[int]:
 
 
 ARRAY = np.array([1, 2])
+
+
+class Named(IntEnum):
+    EIGHT = 8
 
 
 @pytest.mark.parametrize(
@@ -49,7 +54,7 @@ def test_something_else_is_refused(prompts: object) -> None:
         ({"prompt_token_ids": [5]}, TokenPrompt([5])),
         ([], TokenPrompt([])),
         ([np.int64(7)], TokenPrompt([7])),
-        ([5, np.int64(7), np.uint8(9)], TokenPrompt([5, 7, 9])),
+        ([5, np.int64(7), np.uint8(9), Named.EIGHT], TokenPrompt([5, 7, 9, 8])),
     ],
 )
 def test_every_form_becomes_token_ids(prompt: object, expected: TokenPrompt) -> None:

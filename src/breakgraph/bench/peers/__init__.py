@@ -53,20 +53,27 @@ def run_apart(module: str, task: PeerTask) -> list[Row] | str:
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_measure_into, args=(sending, module, task))
     with receiving, sending:
-        process.start()
-        sending.close()
         try:
-            answer: list[Row] | str = receiving.recv()
-        except EOFError:
-            answer = "its process died; what it printed above says more"
-        except BaseException:
-            try:
-                process.join(_GRACE_SEC)
-            finally:
-                process.kill()
-            raise
-        finally:
+            process.start()
+            sending.close()
+            answer = _received(receiving)
             process.join()
+        except BaseException:
+            if process.pid is not None:
+                try:
+                    process.join(_GRACE_SEC)
+                finally:
+                    process.kill()
+                    process.join()
+            raise
+    return answer
+
+
+def _received(receiving: Connection) -> list[Row] | str:
+    try:
+        answer: list[Row] | str = receiving.recv()
+    except EOFError:
+        return "its process died; what it printed above says more"
     return answer
 
 
