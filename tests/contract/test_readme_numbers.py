@@ -28,6 +28,17 @@ def test_the_table_is_the_report_of_the_result_file() -> None:
     assert f"{result.where.device_name}, {versions}" in text
 
 
+def test_the_times_of_serving_are_those_of_the_result_file() -> None:
+    result = read_result(ROOT / "benchmarks" / "results" / "serve_8b.json")
+    ours, theirs = (row for row in result.rows if row.name == "serve")
+    assert result.shape.model == "qwen3-8b"
+    assert (ours.params["backend"], theirs.params["backend"]) == ("breakable", "transformers continuous batching")
+    assert (ours.metrics["requests"].value, ours.metrics["answer_tokens"].value) == (256, 256 * 200)
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    times = f"{ours.metrics['time'].value:.1f} s, and the continuous batching of `transformers` "
+    assert f"take the Qwen3-8B shape {times}{theirs.metrics['time'].value:.0f} s" in text
+
+
 def test_what_the_text_says_beside_the_table() -> None:
     result = read_result(ROOT / "benchmarks" / "results" / "prefill_8b.json")
     assert result.shape.model == "qwen3-8b"
