@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from breakgraph.engine.detokenizer import Detokenizer, find_stop
 from breakgraph.engine.outputs import CompletionOutput, RequestOutput
 from breakgraph.engine.sampling import SamplingParams
@@ -58,11 +61,15 @@ class Request:
     num_cached_tokens: int | None = None
     """Of the prompt, found in the prefix cache when the request first started; None before."""
     block_ids: list[int] = field(default_factory=list)
+    """Grows at its end, or is replaced by another list."""
     prefix_node: PrefixNode | None = None
     """Where the prefix cache has the last full block of the computed tokens."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     _text_end: int | None = None
+    _block_table: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    _tabled_ids: list[int] | None = None
+    """The `block_ids` that the table was made of, when it had as many."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -98,6 +105,12 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
+
+    def block_table(self) -> NDArray[np.int64]:
+        """`block_ids` as an array that stays as it is; made anew for other blocks only, as each step asks."""
+        if self._tabled_ids is not self.block_ids or len(self._block_table) != len(self.block_ids):
+            self._block_table, self._tabled_ids = np.asarray(self.block_ids, dtype=np.int64), self.block_ids
+        return self._block_table
 
     def pending_token_ids(self, num_tokens: int) -> list[int]:
         """The next `num_tokens` tokens to compute."""

@@ -23,7 +23,7 @@ def build_batch(step: ScheduledStep, block_size: int) -> StepBatch:
         input_ids += request.pending_token_ids(row.num_new_tokens)
         starts.append(start)
         seq_lens.append(end)
-        block_tables.append(np.asarray(request.block_ids[: -(-end // block_size)], dtype=np.int64))
+        block_tables.append(request.block_table()[: -(-end // block_size)])
     q_lens = [row.num_new_tokens for row in step.rows]
     # All rows at once: a step of many requests is built while the device waits.
     ends = np.cumsum(q_lens)
@@ -91,7 +91,7 @@ class PreparedDecode:
                 continue
             rows.append(PreparedRow(request, position, request.block_ids))
             blocks.append(request.block_ids[last])
-            block_tables.append(np.asarray(request.block_ids[: last + 1], dtype=np.int64))
+            block_tables.append(request.block_table()[: last + 1])
         positions = np.asarray([row.position for row in rows], dtype=np.int64)
         slots = np.asarray(blocks, dtype=np.int64) * block_size + positions % block_size
         return cls(rows, slots, block_tables, lacks_blocks=lacks_blocks)

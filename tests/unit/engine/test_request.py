@@ -37,6 +37,20 @@ def feed(request: Request, tokens: bytes) -> tuple[int, str, str | None, int | s
     return len(completion.token_ids), completion.text, completion.finish_reason, completion.stop_reason
 
 
+def test_the_block_table_is_made_anew_for_other_blocks_only() -> None:
+    request = make_request()
+    assert request.block_table().tolist() == []
+    request.block_ids += [4, 7]
+    first = request.block_table()
+    assert first.tolist() == [4, 7]
+    assert request.block_table() is first
+    request.block_ids += [5]
+    assert request.block_table().tolist() == [4, 7, 5]
+    assert first.tolist() == [4, 7]
+    request.block_ids = [9, 8, 7]  # as many others
+    assert request.block_table().tolist() == [9, 8, 7]
+
+
 def test_ends_at_max_tokens() -> None:
     assert feed(make_request(max_tokens=3), b"abcdef") == (3, "abc", "length", None)
 
