@@ -25,7 +25,7 @@ _NOTES = {
     "host: until the call returns",
     "decode": "time: attention metadata, body and logits, synchronised; " + _TURNS + "; bytes_floor: "
     "weights and KV cache once at the rate of a copy",
-    "serve": "all requests at once, greedy, answers of one length; prefix cache off; the first round is not counted",
+    "serve": "all requests at once, greedy, answers of one length; prefix cache off; what warms up is not counted",
     "capture": "time: warm-up and capture of the buckets, the fastest of the rounds; start: all until the first "
     "request can run, compiling and loading included; driver: only sums mean something",
     "compare": "build: warm-up, compile and capture of all buckets, from an empty compile cache; compile: for a traced "

@@ -78,17 +78,20 @@ class StepAhead:
             return NotAhead.ALL_END
         return NotAhead.WAITING if self._scheduler.may_admit_after(step) else None
 
-    def prepared(self, step: ScheduledStep, *, is_checked: bool) -> PreparedDecode | None:
-        """What to `launch` behind `step`; None, and counted by its reason, when that cannot be."""
+    def prepare(self, step: ScheduledStep) -> PreparedDecode:
+        """The decode step that may follow `step`, with the blocks that it needs if there are enough."""
+        self._scheduler.take_ahead(step)
+        return PreparedDecode.after(step, self._scheduler.block_size)
+
+    def next_step(self, step: ScheduledStep, *, is_checked: bool) -> PreparedDecode | None:
+        """What to `launch` behind `step`. None, or a step that lacks blocks, when that cannot be, which is counted by
+        its reason."""
         reason, prepared = self.why_not(step, is_checked=is_checked), None
         if reason is None:
-            self._scheduler.take_ahead(step)
-            prepared = PreparedDecode.after(step, self._scheduler.block_size)
-            if prepared.lacks_blocks:
-                reason = NotAhead.NO_BLOCKS
+            prepared = self.prepare(step)
+            reason = NotAhead.NO_BLOCKS if prepared.lacks_blocks else None
         if reason is not None:
             self._reasons[reason] += 1
-            return None
         return prepared
 
     def launch(

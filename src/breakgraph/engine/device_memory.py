@@ -123,8 +123,8 @@ def measure_sampler(device: torch.device, max_num_seqs: int, vocab_size: int, dt
     sampler = Sampler(device, seed=0)
 
     def sample() -> None:
-        drawn = sampler.sample(logits_RV[rows], params, [None] * max_num_seqs, histories, masks)
-        token_logprobs(logits_RV[rows], drawn, [MAX_LOGPROBS] * max_num_seqs)
+        drawn = sampler.draw(logits_RV[rows], params, [None] * max_num_seqs, histories, masks)
+        token_logprobs(logits_RV[rows], drawn.wait(), [MAX_LOGPROBS] * max_num_seqs)
 
     sample()
     return measuring.peak_of(sample)

@@ -232,11 +232,11 @@ class Engine:
             logits = self._launch(step)
         else:
             step, logits = taken
-        next_step = self.ahead.prepared(step, is_checked=self.live_check is not None)
-        if next_step is None:
+        token_ids: Sequence[int | None]
+        next_step = self.ahead.next_step(step, is_checked=self.live_check is not None)
+        if next_step is None or next_step.lacks_blocks:
             meanwhile()
-            self.scheduler.take_ahead(step)
-            self._prepared = PreparedDecode.after(step, self.config.block_size)
+            self._prepared = next_step or self.ahead.prepare(step)
             token_ids = self._sample(step, logits)
             logprobs = self._logprobs(step, logits, token_ids)
         else:
@@ -245,7 +245,7 @@ class Engine:
             del taken, logits
             self.ahead.launch(next_step, step, drawn.token_ids_R, self.runners["decode"].run)
             meanwhile()
-            token_ids, logprobs = list(drawn.wait()), {}
+            token_ids, logprobs = drawn.wait(), {}
         finished = self.scheduler.commit(step, token_ids, logprobs)
         self.ahead.drop_if_void()
         return finished

@@ -65,13 +65,14 @@ class DrawnTokens:
         """
         if self._copied is not None:
             self._copied.synchronize()
+        ids: list[int]
         ids, is_finite = self._host_2R.tolist()
         if not all(is_finite):
             raise BreakgraphError(
                 f"the logits of batch row {is_finite.index(0)} are not finite, so no token was drawn; run again with "
                 "prefill_backend='eager' and decode_backend='eager' to see whether the model or a capture is at fault"
             )
-        return list(ids)
+        return ids
 
 
 class Sampler:
@@ -87,17 +88,6 @@ class Sampler:
 
     def make_generator(self, seed: int) -> torch.Generator:
         return torch.Generator(device=self.device).manual_seed(seed)
-
-    def sample(
-        self,
-        logits_RV: Tensor,
-        params: Sequence[SamplingParams],
-        generators: Sequence[torch.Generator | None],
-        histories: Sequence[History] = (),
-        masks: Mapping[int, Tensor] = MappingProxyType({}),
-    ) -> list[int]:
-        """What `draw` gives, on the host. Raises BreakgraphError when a row's largest logit is NaN or infinite."""
-        return self.draw(logits_RV, params, generators, histories, masks).wait()
 
     def draw(
         self,

@@ -123,7 +123,7 @@ def answer_of(request: Request) -> list[int]:
     prompt, answer = request.prompt_token_ids, list[int]()
     while len(prompt) + len(answer) < request.max_total_tokens and not ends & set(answer[-1:]):
         logits_RV = torch.tensor([logits_after([*prompt, *answer])])
-        answer += sampler.sample(logits_RV, [params], [generator], [History(prompt, answer)])
+        answer += sampler.draw(logits_RV, [params], [generator], [History(prompt, answer)]).wait()
     return answer
 
 

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from hypothesis import strategies as st
+
 from breakgraph.engine.kv_cache import BlockAllocator
 from breakgraph.engine.request import Request
 from breakgraph.engine.sampling import SamplingParams
@@ -13,6 +15,14 @@ from breakgraph.engine.scheduler import ScheduledStep, Scheduler
 from breakgraph.engine.step_batch import build_batch
 
 BLOCK_SIZE = 4
+SIZES = st.builds(
+    lambda max_num_seqs, extra_tokens, **others: {
+        "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_seqs + extra_tokens, **others
+    },
+    num_blocks=st.integers(9, 20), max_num_seqs=st.integers(1, 5), extra_tokens=st.integers(0, 12),
+    enable_prefix_caching=st.booleans(),
+)  # fmt: skip
+"""Of schedulers in which requests give way to others, as options of `make_scheduler`."""
 
 
 def make_scheduler(

@@ -16,7 +16,7 @@ from breakgraph.engine.request import Request
 from breakgraph.runners import StepBatch
 from unit.engine.small import SMALL, Reference, launch_none_ahead
 from unit.engine.symbolic_engine import InjectedError, SymbolicEngine, add, answer_of, greedy, run_to_end
-from unit.engine.symbolic_kv import check_books
+from unit.engine.symbolic_kv import SIZES, check_books
 
 # At most 20 tokens of prompt and 12 of answer: 8 blocks, so every one fits alone.
 PROMPTS = st.lists(st.sampled_from([[1] * 4, [2] * 4, [1, 2], [3]]), min_size=1, max_size=5).map(
@@ -75,28 +75,11 @@ class Books:
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    wanted=REQUESTS,
-    events=EVENTS,
-    num_blocks=st.integers(9, 20),
-    max_num_seqs=st.integers(1, 5),
-    extra_tokens=st.integers(0, 12),
-    enable_prefix_caching=st.booleans(),
-)
+@given(wanted=REQUESTS, events=EVENTS, sizes=SIZES)
 def test_whatever_happens_answers_are_right_and_no_block_is_lost(
-    wanted: list[tuple[list[int], SamplingParams]],
-    events: list[str],
-    num_blocks: int,
-    max_num_seqs: int,
-    extra_tokens: int,
-    enable_prefix_caching: bool,
+    wanted: list[tuple[list[int], SamplingParams]], events: list[str], sizes: dict[str, int]
 ) -> None:
-    engine = SymbolicEngine(
-        num_blocks=num_blocks,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + extra_tokens,
-        enable_prefix_caching=enable_prefix_caching,
-    )
+    engine = SymbolicEngine(**sizes)
     books = Books(engine, wanted)
     for name in [*events, *["arrive"] * len(wanted)]:
         books.event(name)

@@ -150,7 +150,7 @@ def test_masked_rows_get_the_best_token_that_is_allowed() -> None:
     logits = torch.arange(40.0).repeat(3, 1)
     masks = {0: torch.tensor([1 << 5 | 1 << 7, 0], dtype=torch.int32), 2: torch.tensor([-1, 1], dtype=torch.int32)}
     greedy = [SamplingParams(temperature=0)] * 3
-    assert Sampler(torch.device("cpu"), 0).sample(logits, greedy, [None] * 3, masks=masks) == [7, 39, 32]
+    assert Sampler(torch.device("cpu"), 0).draw(logits, greedy, [None] * 3, masks=masks).wait() == [7, 39, 32]
     assert logits.isfinite().all()
 
 

@@ -69,12 +69,12 @@ def test_rows_without_penalties_draw_the_same_beside_rows_with_them(temperature:
     plain = SamplingParams(temperature=temperature, seed=5)
     harsh = SamplingParams(temperature=0, frequency_penalty=2)
     sampler = Sampler(torch.device("cpu"), seed=0)
-    alone = sampler.sample(logits[1:2], [plain], [sampler.make_generator(5)])
+    alone = sampler.draw(logits[1:2], [plain], [sampler.make_generator(5)]).wait()
     best = int(logits[2].argmax())
     histories = [History([], []), History([], [1, 1, 1]), History([], [best] * 40), History([], [])]
-    mixed = sampler.sample(
+    mixed = sampler.draw(
         logits, [plain, plain, harsh, plain], [sampler.make_generator(5) for _ in range(4)], histories
-    )
+    ).wait()
     assert mixed[1] == alone[0]
     assert mixed[2] == int(row_penalized(logits[2], harsh, histories[2]).argmax()) != best
 
@@ -83,7 +83,7 @@ def test_penalties_leave_the_logits_as_they_were() -> None:
     logits = random_logits(2)
     before = logits.clone()
     histories = [random_history(0), random_history(1)]
-    Sampler(torch.device("cpu"), seed=0).sample(logits, [PARAMS[-1]] * 2, [None] * 2, histories)
+    Sampler(torch.device("cpu"), seed=0).draw(logits, [PARAMS[-1]] * 2, [None] * 2, histories).wait()
     assert torch.equal(logits, before)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from breakgraph.engine.request import Request, RequestStatus
 from breakgraph.engine.scheduler import Scheduler
-from unit.engine.symbolic_kv import SymbolicKV, answer_of, check_books, make_request, make_scheduler
+from unit.engine.symbolic_kv import SIZES, SymbolicKV, answer_of, check_books, make_request, make_scheduler
 
 SHARED = list(range(10, 19))
 """Two full blocks and a token."""
@@ -210,25 +210,11 @@ EVENTS = st.lists(st.sampled_from(["arrive", "step", "step", "step", "fail", "ab
 
 
 @settings(max_examples=150)
-@given(
-    wanted=REQUESTS,
-    events=EVENTS,
-    num_blocks=st.integers(9, 20),
-    max_num_seqs=st.integers(1, 5),
-    extra_tokens=st.integers(0, 12),
-    enable_prefix_caching=st.booleans(),
-)
+@given(wanted=REQUESTS, events=EVENTS, sizes=SIZES)
 def test_whatever_happens_answers_are_right_and_no_block_is_lost(
-    wanted: list[tuple[list[int], int, str | None]],
-    events: list[str],
-    num_blocks: int,
-    max_num_seqs: int,
-    extra_tokens: int,
-    enable_prefix_caching: bool,
+    wanted: list[tuple[list[int], int, str | None]], events: list[str], sizes: dict[str, int]
 ) -> None:
-    scheduler = make_scheduler(
-        num_blocks, max_num_seqs, max_num_seqs + extra_tokens, enable_prefix_caching=enable_prefix_caching
-    )
+    scheduler = make_scheduler(**sizes)
     kv = SymbolicKV(scheduler)
     requests = [make_request(str(i), *parts) for i, parts in enumerate(wanted)]
     arriving, aborted = list(reversed(requests)), []

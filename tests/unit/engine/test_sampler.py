@@ -24,7 +24,7 @@ def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 def draw(sampler: Sampler, logits: torch.Tensor, params: Sequence[SamplingParams]) -> list[int]:
     generators = [None if p.seed is None else sampler.make_generator(p.seed) for p in params]
-    return sampler.sample(logits, params, generators)
+    return sampler.draw(logits, params, generators).wait()
 
 
 def test_drawing_waits_for_nothing_and_gives_what_sampling_gives(device: torch.device) -> None:
@@ -120,7 +120,7 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch(sampler: Sampler) -> No
     logits = random_logits(1)
     seeded = SamplingParams(seed=7, temperature=2.0)
     generator = sampler.make_generator(7)
-    alone = [sampler.sample(logits, [seeded], [generator])[0] for _ in range(20)]
+    alone = [sampler.draw(logits, [seeded], [generator]).wait()[0] for _ in range(20)]
 
     other = Sampler(torch.device("cpu"), seed=99)
     generator = other.make_generator(7)
@@ -128,7 +128,7 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch(sampler: Sampler) -> No
     for step in range(20):
         rows = torch.cat([random_logits(2, seed=step), logits, random_logits(1, seed=step)])
         params = [SamplingParams(), SamplingParams(temperature=0), seeded, SamplingParams(seed=3, top_k=4)]
-        crowded.append(other.sample(rows, params, [None, None, generator, other.make_generator(3)])[2])
+        crowded.append(other.draw(rows, params, [None, None, generator, other.make_generator(3)]).wait()[2])
     assert crowded == alone
     assert len(set(alone)) > 3
 
