@@ -27,8 +27,8 @@ class TritonAttention(AttentionBackend):
     """Kernels of our own.
 
     Args:
-        short: whether requests are taken to be short, of up to 2048 tokens about. Settled here, as the bits of a
-            request must not depend on how long others in its step are.
+        short: whether requests are taken to be short. Settled here, as the bits of a request must not depend on how
+            long others in its step are.
     """
 
     name: str = "triton"

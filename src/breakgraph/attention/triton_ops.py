@@ -71,8 +71,8 @@ _DECODE_FLOAT32 = {
     128: Tile(16, 16, 4, 2, 16), 256: Tile(16, 16, 4, 2, 16), 384: Tile(16, 16, 4, 2, 16), 512: Tile(16, 16, 4, 2, 16),
 }  # fmt: skip
 _LARGE_SHARED_BYTES = 224 * 1024
-# Heads of 128, few rows: smaller tiles, so that there is one for each multiprocessor. The largest first: however many
-# rows there are, it is as fast as others on requests of up to 2048 tokens, and spends less on those of one.
+# Heads of 128, few rows: smaller tiles, so that there is one for each multiprocessor. The largest first; of requests that
+# are taken to be short, some with one token, any number of rows is cut so.
 _VARLEN_FEW = (Tile(64, 64, 4, 3), Tile(32, 128, 4, 2))
 
 
