@@ -71,7 +71,7 @@ _DECODE_FLOAT32 = {
     128: Tile(16, 16, 4, 2, 16), 256: Tile(16, 16, 4, 2, 16), 384: Tile(16, 16, 4, 2, 16), 512: Tile(16, 16, 4, 2, 16),
 }  # fmt: skip
 _LARGE_SHARED_BYTES = 224 * 1024
-# Heads of 128, few rows: smaller tiles, so that there is one for each multiprocessor. The largest first; of requests that
+# Heads of 128, few rows: smaller tiles, so that there is one for each multiprocessor. The largest first; where requests
 # are taken to be short, some with one token, any number of rows is cut so.
 _VARLEN_FEW = (Tile(64, 64, 4, 3), Tile(32, 128, 4, 2))
 
