@@ -169,7 +169,8 @@ def triton_only(case: Case) -> Call:
     if step.phase == "decode":
         arrivals = torch.zeros(case.q.shape[0], LAYER.num_kv_heads, dtype=torch.int32, device=DEVICE)
         return lambda: triton_ops.decode(case.q, *cache, arrivals, *options)
-    return lambda: triton_ops.varlen(case.q, *cache, step.cu_seqlens_q_gpu, *options)
+    call = triton_ops.VarlenCall(case.q, *cache[:2], *options, short=False)
+    return lambda: call(*cache[2:], step.cu_seqlens_q_gpu)
 
 
 def flash_only(case: Case) -> Call:

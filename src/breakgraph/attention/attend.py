@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from breakgraph.attention.base import AttentionBackend, BoundAttention
 from breakgraph.attention.step import current_step
 from breakgraph.graph import eager_on_graph
 from breakgraph.graph.tracing import TracePlace, Untraced
 
 
+def _bind(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int, stored: bool = False
+) -> Callable[[], None]:
+    """`attend` for one captured call. Which implementation attends is the step's matter."""
+    calls: dict[AttentionBackend, BoundAttention] = {}
+
+    def run() -> None:
+        metadata = current_step()
+        backend = metadata.backend
+        call = calls.get(backend)
+        if call is None:
+            call = calls[backend] = backend.bound(q, k, v, backend.layers[layer_id], out, stored)
+        call(metadata)
+
+    return run
+
+
 # No valid_rows: the implementation defines the padding rows itself, so that padded eager steps get them too.
-@eager_on_graph(mutates=("out",))
+@eager_on_graph(mutates=("out",), bind=_bind)
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int, stored: bool = False
 ) -> None:

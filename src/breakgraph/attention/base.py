@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -42,6 +42,10 @@ class AttentionMetadata:
 
     step: AttentionStep
     backend: AttentionBackend
+
+
+BoundAttention: TypeAlias = Callable[[AttentionMetadata], None]
+""":meth:`AttentionBackend.forward` on tensors that stay where they are; takes a step's metadata."""
 
 
 class AttentionBackend(ABC):
@@ -126,3 +130,22 @@ class AttentionBackend(ABC):
             v: [T, num_kv_heads, v_head_dim].
             out: [T, num_heads, v_head_dim]; padding rows end up zero, or finite where a full graph computes them.
         """
+
+    def bound(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: LayerAttention,
+        out: torch.Tensor,
+        stored: bool = False,
+    ) -> BoundAttention:
+        """`forward` for an eager break, which every replay of a plan calls with the same tensors.
+
+        What they alone decide can be worked out here, once. It has to follow `bind`, as `forward` does.
+        """
+
+        def run(metadata: AttentionMetadata) -> None:
+            self.forward(q, k, v, layer, metadata, out, stored)
+
+        return run

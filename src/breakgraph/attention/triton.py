@@ -6,15 +6,23 @@ All lengths are read on the device, so a full graph may hold it in every phase.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 import triton
 
-from breakgraph.attention.base import DECODE, AttentionBackend, AttentionMetadata, GraphSupport, LayerAttention
+from breakgraph.attention.base import (
+    DECODE,
+    AttentionBackend,
+    AttentionMetadata,
+    BoundAttention,
+    GraphSupport,
+    LayerAttention,
+)
 from breakgraph.attention.kv_buffers import KVCacheBuffers
 from breakgraph.attention.refusals import capability_refusal, device_refusal, dtype_refusal
 from breakgraph.attention.step import AttentionStep
-from breakgraph.attention.triton_ops import attend_stored, dense_heads, paged_attention, store_in_bucket
+from breakgraph.attention.triton_ops import VarlenCall, dense_heads, paged_attention, store_in_bucket
 from breakgraph.errors import ConfigError
 
 MAX_HEAD_DIM = 256
@@ -95,15 +103,42 @@ class TritonAttention(AttentionBackend):
         assert out.stride(-1) == 1, f"the columns of out are {out.stride(-1)} apart"
         requests = step.requests()
         caches = kv.key[layer.layer_id], kv.value[layer.layer_id]
-        starts = None if step.phase == DECODE else requests.cu_seqlens_q
-        if stored and starts is not None and q.is_cuda:  # the emulated device sees the writes of operators only
-            attend_stored(
-                dense_heads(q), *caches, requests.block_tables, requests.seq_lens, starts,
-                layer.sinks, layer.scale, layer.softcap, layer.window, out, self.is_short,
-            )  # fmt: skip
-            return
         paged_attention(
             dense_heads(q), dense_heads(k), dense_heads(v), step.slot_mapping_gpu, *caches, requests.block_tables,
-            requests.seq_lens, starts, layer.sinks, layer.scale, layer.softcap, layer.window, out,
-            stored, self.is_short,
+            requests.seq_lens, None if step.phase == DECODE else requests.cu_seqlens_q,
+            layer.sinks, layer.scale, layer.softcap, layer.window, out, stored, self.is_short,
         )  # fmt: skip
+
+    def bound(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: LayerAttention,
+        out: torch.Tensor,
+        stored: bool = False,
+    ) -> BoundAttention:
+        # A plain launch is enough: nobody records a break. The emulated device sees the writes of operators only.
+        if not (stored and q.is_cuda and q.stride(-1) == 1 and q.shape[0]):
+            return super().bound(q, k, v, layer, out, stored)
+        kv = self.kv
+
+        def make() -> VarlenCall:
+            caches = kv.key[layer.layer_id], kv.value[layer.layer_id]
+            return VarlenCall(q, *caches, layer.sinks, layer.scale, layer.softcap, layer.window, out, self.is_short)
+
+        call = make()
+
+        def run(metadata: AttentionMetadata) -> None:
+            nonlocal kv, call
+            if kv is not self.kv:
+                kv = self.kv
+                call = make()
+            requests = metadata.step.requests()
+            assert requests.cu_seqlens_q is not None, "a decode step stores its keys itself"
+            # Triton launches on the current device, whatever its arguments.
+            is_elsewhere = q.device.index != torch.cuda.current_device()
+            with torch.cuda.device(q.device) if is_elsewhere else nullcontext():
+                call(requests.block_tables, requests.seq_lens, requests.cu_seqlens_q)
+
+        return run

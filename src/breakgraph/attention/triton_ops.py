@@ -182,36 +182,49 @@ def store(
     )  # fmt: skip
 
 
-def varlen(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    starts: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    out: torch.Tensor,
-    short: bool,
-) -> None:
-    num_rows, num_heads, _ = q.shape
-    block_size, num_kv_heads, head_dim = key_cache.shape[1:]
-    v_head_dim, group, device = value_cache.shape[3], num_heads // num_kv_heads, _device_facts(q.device)
-    per_sm = num_rows * num_heads / device.num_sms
-    tile = varlen_tile(padded(head_dim) + padded(v_head_dim), group, q.dtype, device.large, per_sm, short)
-    numbers = num_kv_heads, group, head_dim, v_head_dim, block_size, window is not None, softcap is not None
-    num_reqs = starts.shape[0] - 1
-    num_tiles = num_rows // (tile.block_m // group) + num_reqs + 1
-    _LAUNCH_VARLEN(
-        (q.device, tile, sinks is not None, *numbers),
-        (num_kv_heads * num_tiles, 1, 1),
-        (out, q, key_cache, value_cache, tables, seq_lens, starts, q if sinks is None else sinks),
-        (*q.stride()[:2], *out.stride()[:2]),
-        (num_reqs, num_rows, tables.stride(0), window or 0, float(scale), float(softcap or 0.0)),
-        _varlen_options(tile, sinks is not None, *numbers),
-    )
+class VarlenCall:
+    """Attention of any number of queries a request over what is stored: one layer, on tensors that stay where they are.
+
+    What they decide is worked out here, what the requests decide at each call. The columns of a head are one piece, and
+    there is a row at least.
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        sinks: torch.Tensor | None,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+        out: torch.Tensor,
+        short: bool,
+    ) -> None:
+        num_rows, num_heads, _ = q.shape
+        block_size, num_kv_heads, head_dim = key_cache.shape[1:]
+        v_head_dim, group, device = value_cache.shape[3], num_heads // num_kv_heads, _device_facts(q.device)
+        per_sm = num_rows * num_heads / device.num_sms
+        tile = varlen_tile(padded(head_dim) + padded(v_head_dim), group, q.dtype, device.large, per_sm, short)
+        constants = num_kv_heads, group, head_dim, v_head_dim, block_size, window is not None, softcap is not None
+        self._launch = _LAUNCH_VARLEN.on(
+            (q.device, tile, sinks is not None, *constants),
+            (out, q, key_cache, value_cache, None, None, None, q if sinks is None else sinks),
+            (*q.stride()[:2], *out.stride()[:2]),
+            _varlen_options(tile, sinks is not None, *constants),
+        )
+        self._num_kv_heads, self._num_rows = num_kv_heads, num_rows
+        self._num_tiles = num_rows // (tile.block_m // group) + 1
+        self._last_numbers = window or 0, float(scale), float(softcap or 0.0)
+
+    def __call__(self, tables: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor) -> None:
+        """Fills `out`, for requests as :class:`RequestTensors` has them."""
+        num_reqs = starts.shape[0] - 1
+        self._launch(
+            (self._num_kv_heads * (self._num_tiles + num_reqs), 1, 1),
+            (tables, seq_lens, starts),
+            (num_reqs, self._num_rows, tables.stride(0), *self._last_numbers),
+        )
 
 
 _LAUNCH_VARLEN = RepeatedLaunch(varlen_kernel)
@@ -309,35 +322,8 @@ def _paged_attention(
         else:
             if not stored:
                 store(k, v, slots, cu_seqlens_q, key_cache, value_cache)
-            varlen(
-                q, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q,
-                sinks, scale, softcap, window, out, short,
-            )  # fmt: skip
-
-
-def attend_stored(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    out: torch.Tensor,
-    short: bool,
-) -> None:
-    """What :data:`paged_attention` does where keys and values are stored, on CUDA, as a plain launch: for eager breaks,
-    which nobody records, and whose host time every step feels."""
-    if not q.shape[0]:
-        return
-    is_elsewhere = q.device.index != torch.cuda.current_device()
-    with torch.cuda.device(q.device) if is_elsewhere else nullcontext():
-        varlen(
-            q, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, sinks, scale, softcap, window, out, short
-        )
+            call = VarlenCall(q, key_cache, value_cache, sinks, scale, softcap, window, out, short)
+            call(block_tables, seq_lens, cu_seqlens_q)
 
 
 def _store_kv(

@@ -65,6 +65,7 @@ class BreakSpec:
         signature: Of the function as it is called.
         always: Whether it is a break also in captures that record marked calls.
         reason: Why it was made a break, where nobody marked it.
+        bind: From the arguments of a captured call to what runs in its place.
     """
 
     name: str
@@ -74,6 +75,7 @@ class BreakSpec:
     signature: inspect.Signature
     always: bool = False
     reason: str = ""
+    bind: Callable[..., Callable[[], Tree]] | None = None
 
     @property
     def has_variadic(self) -> bool:
@@ -173,6 +175,7 @@ class EagerBreak:
         name: str | None = None,
         always: bool = False,
         reason: str = "",
+        bind: Callable[..., Callable[[], Tree]] | None = None,
     ) -> None:
         if isinstance(fn, staticmethod | classmethod):
             raise ConfigError(f"put @{type(fn).__name__} above @eager_on_graph, which marks the function itself")
@@ -183,7 +186,7 @@ class EagerBreak:
         functools.update_wrapper(self, fn)
         self.fn = fn
         shown = name or getattr(fn, "__qualname__", repr(fn)).replace("<locals>.", "")
-        self.spec = BreakSpec(shown, tuple(mutates), valid_rows, row_dim, signature, always, reason)
+        self.spec = BreakSpec(shown, tuple(mutates), valid_rows, row_dim, signature, always, reason, bind)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tree:
         return _call(self.spec, self.fn, args, kwargs)
@@ -205,7 +208,10 @@ class MarkedFunction(EagerBreak):
         if self._method_spec is None:
             _, *parameters = self.spec.signature.parameters.values()
             self._method_spec = replace(self.spec, signature=self.spec.signature.replace(parameters=parameters))
-        return _MethodBreak(self._method_spec, functools.partial(self.fn, instance))
+        spec = self._method_spec
+        if spec.bind is not None:
+            spec = replace(spec, bind=functools.partial(spec.bind, instance))
+        return _MethodBreak(spec, functools.partial(self.fn, instance))
 
 
 class _MethodBreak:
@@ -232,7 +238,11 @@ def eager_on_graph(fn: Callable[..., Tree]) -> MarkedFunction: ...
 
 @overload
 def eager_on_graph(
-    *, mutates: Sequence[str] = (), valid_rows: Callable[[], int] | None = None, row_dim: int = 0
+    *,
+    mutates: Sequence[str] = (),
+    valid_rows: Callable[[], int] | None = None,
+    row_dim: int = 0,
+    bind: Callable[..., Callable[[], Tree]] | None = None,
 ) -> Callable[[Callable[..., Tree]], MarkedFunction]: ...
 
 
@@ -242,6 +252,7 @@ def eager_on_graph(
     mutates: Sequence[str] = (),
     valid_rows: Callable[[], int] | None = None,
     row_dim: int = 0,
+    bind: Callable[..., Callable[[], Tree]] | None = None,
 ) -> MarkedFunction | Callable[[Callable[..., Tree]], MarkedFunction]:
     """Mark a function or method as an eager break.
 
@@ -252,11 +263,14 @@ def eager_on_graph(
         valid_rows: Called at every run; the number of live rows of this step. Later rows are zeroed. Capture with all
             rows live.
         row_dim: The dimension those rows are counted along.
+        bind: Called once for each captured call, with its arguments; what it gives is called in place of the function,
+            without arguments, by the capture and by every replay, and has to do the same. For what can be worked out
+            from arguments that stay where they are, which a replay then need not do again.
 
     Raises:
         UnknownNameError: ``mutates`` names no parameter.
     """
-    mark = functools.partial(MarkedFunction, mutates=mutates, valid_rows=valid_rows, row_dim=row_dim)
+    mark = functools.partial(MarkedFunction, mutates=mutates, valid_rows=valid_rows, row_dim=row_dim, bind=bind)
     return mark if fn is None else mark(fn)
 
 

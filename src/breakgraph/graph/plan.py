@@ -80,6 +80,7 @@ class EagerStep:
         self._args = args
         self._kwargs = kwargs
         self._has_live = has_live(args, kwargs)
+        self._bound = None if spec.bind is None or self._has_live else spec.bind(*args, **kwargs)
 
     def scope(self) -> AbstractContextManager[Any]:
         """What every run of the break is wrapped in."""
@@ -93,14 +94,19 @@ class EagerStep:
             return self._call_joined()
 
     def _call_joined(self) -> Tree:
-        args, kwargs = resolved(self._args, self._kwargs) if self._has_live else (self._args, self._kwargs)
         if not self.side_streams:
-            return self._fn(*args, **kwargs)
+            return self._call_here()
         self._device.fork(self.side_streams)
         try:
-            return self._fn(*args, **kwargs)
+            return self._call_here()
         finally:
             self._device.join(self.side_streams)
+
+    def _call_here(self) -> Tree:
+        if self._bound is not None:
+            return self._bound()
+        args, kwargs = resolved(self._args, self._kwargs) if self._has_live else (self._args, self._kwargs)
+        return self._fn(*args, **kwargs)
 
     def run(self) -> None:
         """Run the function and hand its result on."""

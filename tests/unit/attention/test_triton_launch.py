@@ -49,7 +49,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launch(call: RepeatedLaunch, x: torch.Tensor, *, stride: int = 32, rows: int = 3, like: str = "a") -> None:
-    call(like, (rows, 1, 1), (x, x), (stride,), (rows,), OPTIONS)
+    call.on(like, (x, None), (stride,), OPTIONS)((rows, 1, 1), (x,), (rows,))
 
 
 def test_the_second_launch_hands_over_addresses_numbers_and_constants_in_the_order_of_the_parameters() -> None:
@@ -93,6 +93,22 @@ def test_addresses_off_the_alignment_are_left_to_triton() -> None:
         launch(call, tensor)
     assert len(kernel.slow) == 4
     assert len(kernel.variants[2].calls) == 1
+
+
+def test_a_bound_launch_reads_its_own_tensors_once_and_those_it_is_given_each_time() -> None:
+    kernel, x = Kernel(), torch.zeros(64)
+    bound = RepeatedLaunch(kernel).on("a", (x, None), (32,), OPTIONS)
+    for other, rows in ((x[16:], 3), (x[32:], 4), (x[1:], 5), (x[48:], 6)):
+        bound((rows, 1, 1), (other,), (rows,))
+    assert [(call[1] is x, call[2].data_ptr() - x.data_ptr(), call[3]) for call in kernel.slow] == [
+        (True, 64, 3),
+        (True, 4, 5),
+    ]
+    address = x.data_ptr()
+    assert kernel.variants[0].calls == [
+        ((4, 1, 1), (address, address + 128, 4, 32, 16, False)),
+        ((6, 1, 1), (address, address + 192, 6, 32, 16, False)),
+    ]
 
 
 def test_the_interpreter_keeps_nothing() -> None:
