@@ -36,6 +36,8 @@ class SizedAttention(DispatchingAttention):
 
     def _choose(self, step: AttentionStep) -> AttentionBackend:
         if not step.fixed_slots:
+            if sum(self._flops.values()) * step.num_tokens * max(step.seq_lens, default=0) < LONG_FLOPS:
+                return self.short  # however long each request is
             lens = list(zip(step.q_lens, step.seq_lens, strict=True))
         elif self.long.graph_support(step.phase) == "varlen":
             lens = [(step.padded_num_tokens, step.padded_num_tokens)]

@@ -81,9 +81,11 @@ class TritonAttention(AttentionBackend):
         if step.phase == DECODE:
             step.assert_one_token_a_row()
         else:
-            assert step.cu_seqlens_q_gpu is not None, f"attention 'triton' needs cu_seqlens_q_gpu in {step.phase!r}"
-            reqs = (step.block_tables_gpu.shape[0], step.seq_lens_gpu.shape[0], step.cu_seqlens_q_gpu.shape[0] - 1)
-            assert len(set(reqs)) == 1, f"block_tables, seq_lens and cu_seqlens_q of {reqs} requests"
+            requests = step.requests()
+            starts = requests.cu_seqlens_q
+            assert starts is not None, f"attention 'triton' needs cu_seqlens_q_gpu in {step.phase!r}"
+            reqs = (len(requests.block_tables), len(requests.seq_lens), len(starts) - 1)
+            assert reqs[0] == reqs[1] == reqs[2], f"block_tables, seq_lens and cu_seqlens_q of {reqs} requests"
         return AttentionMetadata(step, self)
 
     def store(self, k: torch.Tensor, v: torch.Tensor, layer: LayerAttention, metadata: AttentionMetadata) -> bool:

@@ -5,6 +5,7 @@ The roofline model: S. Williams, A. Waterman, D. Patterson, Communications of th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,15 +22,21 @@ if TYPE_CHECKING:
 
 _COPY_GIB = (1, 2, 4)
 _MATRIX_SIZES = (4096, 8192)
+_LAUNCHES = 1000
+"""That the host can be ahead of the device without waiting for it."""
+_LAUNCH_ROUNDS = 10
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured rates of one device: GB/s that a copy reads and writes together, TFLOP/s of a matrix product."""
+    """Measured rates of one device and its host."""
 
     copy_gb_per_sec: float
+    """That a copy reads and writes together."""
     matrix_tflop_per_sec: float
+    launch_us: float
+    """Of the host, for an eager operator on a tensor of eight numbers."""
     dtype: torch.dtype
 
     def floor_ms(self, work: Work) -> float:
@@ -47,6 +54,8 @@ class Ceilings:
                 metrics={"rate": Metric(value=self.copy_gb_per_sec, unit="GB/s")}),
             Row(name="ceiling", params={"what": f"{dtype} matrix product"},
                 metrics={"rate": Metric(value=self.matrix_tflop_per_sec, unit="TFLOP/s")}),
+            Row(name="ceiling", params={"what": "eager operator, host"},
+                metrics={"time": Metric(value=self.launch_us, unit="us")}),
         ]  # fmt: skip
 
 
@@ -59,7 +68,8 @@ class Work:
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Copies of 1 to 4 GiB and square products, random values; the best of each. Takes up to 8 GiB.
+    """Copies of 1 to 4 GiB, square products of random values, and additions in place; the best of each. Takes up to 8
+    GiB.
 
     Raises:
         ConfigError: the smallest copy takes more than half of the memory that is free.
@@ -85,7 +95,19 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
         time = gpu_ms(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device)  # type: ignore[misc]
         products.append(2 * size**3 / time / 1e9)
     torch.cuda.empty_cache()
-    return Ceilings(max(copies), max(products), dtype)
+    return Ceilings(max(copies), max(products), _launch_us(device), dtype)
+
+
+def _launch_us(device: torch.device) -> float:
+    counter = torch.zeros(8, device=device)
+    seconds = []
+    for _ in range(_LAUNCH_ROUNDS):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(_LAUNCHES):
+            counter.add_(1)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds) / _LAUNCHES * 1e6
 
 
 def step_work(model: HFModel, q_lens: Sequence[int], seq_lens: Sequence[int]) -> Work:

@@ -263,9 +263,9 @@ def eager_on_graph(
         valid_rows: Called at every run; the number of live rows of this step. Later rows are zeroed. Capture with all
             rows live.
         row_dim: The dimension those rows are counted along.
-        bind: Called once for each captured call, with its arguments; what it gives is called in place of the function,
-            without arguments, by the capture and by every replay, and has to do the same. For what can be worked out
-            from arguments that stay where they are, which a replay then need not do again.
+        bind: Called once for each captured call, with its arguments, a :class:`Live` as itself; what it gives is called
+            in place of the function, without arguments, by the capture and by every replay, and has to do the same. For
+            work on arguments that stay where they are, which a replay then need not do again.
 
     Raises:
         UnknownNameError: ``mutates`` names no parameter.

@@ -80,7 +80,7 @@ class EagerStep:
         self._args = args
         self._kwargs = kwargs
         self._has_live = has_live(args, kwargs)
-        self._bound = None if spec.bind is None or self._has_live else spec.bind(*args, **kwargs)
+        self._bound = None if spec.bind is None else spec.bind(*args, **kwargs)
 
     def scope(self) -> AbstractContextManager[Any]:
         """What every run of the break is wrapped in."""

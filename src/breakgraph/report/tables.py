@@ -142,7 +142,7 @@ def _row_table(title: str, rows: Sequence[Row], only: Sequence[str] = (), detail
     for row in rows:
         cells = [row.name] if has_names else []
         cells += [_scalar(row.params.get(name)) for name in params]
-        body.append((*cells, *(_cell(row.metrics, name) for name in metrics)))
+        body.append((*cells, *(_cell(row.metrics, name, len(_units(name, rows)) > 1) for name in metrics)))
     is_number = tuple(all(_is_number(cells[i]) for cells in body) for i in range(len(heads)))
     caption = ", ".join(f"{name} {_scalar(value)}" for name, value in same.items())
     return Table(title, tuple(heads), tuple(body), is_number, caption, details)
@@ -183,23 +183,28 @@ def _spread_names(name: str) -> tuple[str, str]:
     return ("p10", "p90") if name == "time" else (f"{name}_p10", f"{name}_p90")
 
 
-def _head(name: str, rows: Iterable[Row]) -> str:
-    metric = next(row.metrics[name] for row in rows if name in row.metrics)
-    unit = _unit(metric)
+def _head(name: str, rows: Sequence[Row]) -> str:
+    units = _units(name, rows)
+    unit = units.pop() if len(units) == 1 else ""
     spread = " [p10, p90]" if any(_spread_names(name)[0] in row.metrics for row in rows) else ""
     return _HEADS.get(name, name.replace("_", " ")) + (f", {unit}" if unit else "") + spread
+
+
+def _units(name: str, rows: Iterable[Row]) -> set[str]:
+    return {_unit(row.metrics[name]) for row in rows if name in row.metrics}
 
 
 def _unit(metric: Metric) -> str:
     return {"bytes": "MiB", "count": "", "bool": "", "ratio": ""}.get(metric.unit, metric.unit)
 
 
-def _cell(metrics: Mapping[str, Metric], name: str) -> str:
+def _cell(metrics: Mapping[str, Metric], name: str, with_unit: bool = False) -> str:
     if name not in metrics:
         return ""
     text = number(metrics[name])
     spread = [number(metrics[other]) for other in _spread_names(name) if other in metrics]
-    return f"{text} [{', '.join(spread)}]" if spread else text
+    shown = f"{text} [{', '.join(spread)}]" if spread else text
+    return f"{shown} {_unit(metrics[name])}" if with_unit else shown
 
 
 def number(metric: Metric) -> str:

@@ -162,6 +162,24 @@ def test_counters_start_and_end_at_zero(monkeypatch: pytest.MonkeyPatch) -> None
         assert (out.double() - batch.expected()).abs().max() < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("layer", ["plain", "all at once"])
+def test_a_bound_call_attends_for_every_step_and_for_the_cache_of_now(layer: str) -> None:
+    attention = TritonAttention([on_device(LAYERS[layer])])
+    call = None
+    for seed, (q_lens, cached_lens) in enumerate([([9], [0]), ([1, 1, 5, 2], [20, 3, 9, 2]), ([4, 5], [30, 0])]):
+        batch = batch_of(LAYERS[layer], q_lens=q_lens, cached_lens=cached_lens, dtype=HALF, seed=seed)
+        attention.bind(batch.kv)
+        if call is None:
+            q, out = batch.q.clone(), torch.empty(*batch.q.shape[:2], batch.layer.v_head_dim, dtype=HALF, device=DEVICE)
+            call = attention.bound(q, batch.k, batch.v, batch.layer, out, stored=True)
+        cache = batch.kv.key[batch.layer.layer_id], batch.kv.value[batch.layer.layer_id]
+        triton_ops.store(batch.k, batch.v, batch.step.slot_mapping_gpu, None, *cache)
+        q.copy_(batch.q)
+        out.fill_(torch.nan)
+        call(attention.plan(batch.step))
+        assert (out.double() - batch.expected()).abs().max() < TOLERANCE[HALF]
+
+
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.usefixtures("small_tiles")
 def test_a_sink_far_above_all_scores_leaves_nothing(phase: str) -> None:

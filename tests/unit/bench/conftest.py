@@ -15,7 +15,7 @@ from breakgraph.models import resolve_model
 from tiny_models import tiny_config
 
 MakeSetting = Callable[[BenchConfig, Ceilings | None], Setting]
-TINY_CEILINGS = Ceilings(copy_gb_per_sec=2.0, matrix_tflop_per_sec=0.5, dtype=torch.float32)
+TINY_CEILINGS = Ceilings(copy_gb_per_sec=2.0, matrix_tflop_per_sec=0.5, launch_us=10.0, dtype=torch.float32)
 
 
 @pytest.fixture(scope="session")

@@ -75,11 +75,14 @@ def test_a_tied_embedding_is_read_once_as_the_head() -> None:
 
 
 def test_the_roofline_is_the_slower_of_bytes_and_operations() -> None:
-    ceilings = Ceilings(copy_gb_per_sec=4000.0, matrix_tflop_per_sec=800.0, dtype=torch.bfloat16)
+    ceilings = Ceilings(
+        copy_gb_per_sec=4000.0, matrix_tflop_per_sec=800.0, launch_us=10.0, dtype=torch.bfloat16
+    )
     assert ceilings.floor_ms(Work(flops=0, num_bytes=16e9)) == pytest.approx(4.0)
     assert ceilings.floor_ms(Work(flops=8e12, num_bytes=16e9)) == pytest.approx(10.0)
     assert ceilings.bytes_ms(Work(flops=8e12, num_bytes=16e9)) == pytest.approx(4.0)
-    assert [row.metrics["rate"].unit for row in ceilings.rows()] == ["GB/s", "TFLOP/s"]
+    units = [metric.unit for row in ceilings.rows() for metric in row.metrics.values()]
+    assert units == ["GB/s", "TFLOP/s", "us"]
 
 
 def test_a_full_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

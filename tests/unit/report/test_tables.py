@@ -84,6 +84,12 @@ def test_a_single_row_is_a_list_of_figures() -> None:
     assert table.caption == "of it"
 
 
+def test_a_column_of_several_units_says_them_in_its_cells() -> None:
+    rates = {"one": Metric(value=2.5, unit="ms"), "other": Metric(value=3.5, unit="us")}
+    (table,) = tables(result(*(Row(name="limit", params={"what": w}, metrics={"rate": m}) for w, m in rates.items())))
+    assert (table.columns, table.rows) == (("what", "rate"), (("one", "2.5 ms"), ("other", "3.5 us")))
+
+
 def test_steps_are_summed_by_kind() -> None:
     table = by_title(tables(capture_result()))["steps of a replay"]
     assert [row[5:] for row in table.rows] == [("segment", "2", "14", "21.0", "42"), ("break", "1", "0", "21.0", "21")]
