@@ -265,7 +265,8 @@ def eager_on_graph(
         row_dim: The dimension those rows are counted along.
         bind: Called once for each captured call, with its arguments, a :class:`Live` as itself; what it gives is called
             in place of the function, without arguments, by the capture and by every replay, and has to do the same. For
-            work on arguments that stay where they are, which a replay then need not do again.
+            work on arguments that stay where they are, which a replay then need not do again. It may take views of
+            them; computing from what they hold is refused.
 
     Raises:
         UnknownNameError: ``mutates`` names no parameter.

@@ -52,7 +52,7 @@ class GraphStep:
 
 
 class EagerStep:
-    """One eager break: a function, arguments that stay right, and where its result goes."""
+    """One eager break: a function, arguments that stay right or what was bound to them, and where its result goes."""
 
     is_launched = True
 
@@ -66,6 +66,7 @@ class EagerStep:
         kwargs: Mapping[str, Any],
         tensors: Sequence[torch.Tensor],
         mutated: Sequence[torch.Tensor],
+        bound: Callable[[], Tree] | None,
     ) -> None:
         self.spec = spec
         self.tensors = tensors
@@ -80,7 +81,7 @@ class EagerStep:
         self._args = args
         self._kwargs = kwargs
         self._has_live = has_live(args, kwargs)
-        self._bound = None if spec.bind is None else spec.bind(*args, **kwargs)
+        self._bound = bound
 
     def scope(self) -> AbstractContextManager[Any]:
         """What every run of the break is wrapped in."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from breakgraph.errors import BreakArgumentError, ConfigError, ResultMismatchError, UnknownNameError
-from breakgraph.graph import Live as LiveValue
 from breakgraph.graph import Plan, PlanFamily, eager_on_graph, mark_eager
 
 Pair = namedtuple("Pair", "left right")
@@ -241,56 +240,6 @@ def test_methods_static_methods_and_plain_calls(
         "test_methods_static_methods_and_plain_calls.Layer.mix",
         "test_methods_static_methods_and_plain_calls.Layer.minus",
     ]
-
-
-def test_a_bound_call_runs_in_the_place_of_the_function(
-    device: torch.device, family: PlanFamily, replay: Callable[[Plan], Tensor]
-) -> None:
-    calls: list[str] = []
-    factor = LiveValue[float]("factor")
-    factor.set(2.0)
-
-    class Layer:
-        shift = 1.0
-
-        def bound(self, h: Tensor, factor: LiveValue[float], *, out: Tensor) -> Callable[[], None]:
-            calls.append("bound")
-            top, result = h[:2], out[:2]
-
-            def run() -> None:
-                calls.append("run")
-                torch.add(top * factor.value, self.shift, out=result)
-                out[2:] = 0
-
-            return run
-
-        @eager_on_graph(mutates=("out",), bind=bound)
-        def scale(self, h: Tensor, factor: float, *, out: Tensor) -> None:
-            calls.append("function")
-            out[:2] = h[:2] * factor + self.shift
-            out[2:] = 0
-
-    layers, x = [Layer(), Layer()], torch.randn(4, device=device)
-
-    def fn() -> Tensor:
-        out = x + 1
-        for layer in layers:
-            h, out = out, torch.empty_like(x)
-            layer.scale(h, factor, out=out)
-            out = out * 2
-        return out
-
-    with torch.no_grad():
-        plan = family.capture(fn)
-        assert calls[-4:] == ["bound", "run"] * 2
-        for value, shift in ((3.0, 1.0), (0.5, 7.0)):
-            x.copy_(torch.randn(4, device=device))
-            factor.set(value)
-            layers[1].shift = shift
-            calls.clear()
-            out = replay(plan).clone()
-            assert calls == ["run", "run"]
-            assert torch.equal(out, fn())
 
 
 def test_a_mark_around_a_marked_method_has_declarations_of_its_own(device: torch.device) -> None:
