@@ -10,29 +10,35 @@ import torch
 
 from breakgraph.attention.base import AttentionBackend, BoundAttention
 from breakgraph.attention.step import current_step
-from breakgraph.graph import eager_on_graph
+from breakgraph.graph.eager_break import BoundBreak
 from breakgraph.graph.tracing import TracePlace, Untraced
+
+_MOST_BOUND = 8
+"""Implementations that a captured call goes on knowing."""
 
 
 def _bind(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int, stored: bool = False
 ) -> Callable[[], None]:
     """`attend` for one captured call. Which implementation attends is the step's matter."""
-    calls: dict[AttentionBackend, BoundAttention] = {}
+    calls: dict[int, tuple[AttentionBackend, BoundAttention]] = {}
 
     def run() -> None:
         metadata = current_step()
         backend = metadata.backend
-        call = calls.get(backend)
-        if call is None:
-            call = calls[backend] = backend.bound(q, k, v, backend.layers[layer_id], out, stored)
-        call(metadata)
+        found = calls.get(id(backend))
+        if found is None:
+            if len(calls) >= _MOST_BOUND:
+                calls.clear()
+            found = backend, backend.bound(q, k, v, backend.layers[layer_id], out, stored)
+            calls[id(backend)] = found
+        found[1](metadata)
 
     return run
 
 
 # No valid_rows: the implementation defines the padding rows itself, so that padded eager steps get them too.
-@eager_on_graph(mutates=("out",), bind=_bind)
+@partial(BoundBreak, bind=_bind, mutates=("out",))
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int, stored: bool = False
 ) -> None:

@@ -86,6 +86,8 @@ class TritonAttention(AttentionBackend):
             assert starts is not None, f"attention 'triton' needs cu_seqlens_q_gpu in {step.phase!r}"
             reqs = (len(requests.block_tables), len(requests.seq_lens), len(starts) - 1)
             assert reqs[0] == reqs[1] == reqs[2], f"block_tables, seq_lens and cu_seqlens_q of {reqs} requests"
+            dtypes = {requests.block_tables.dtype, requests.seq_lens.dtype, starts.dtype}
+            assert dtypes == {torch.int32}, f"block_tables, seq_lens and cu_seqlens_q are int32, not {dtypes}"
         return AttentionMetadata(step, self)
 
     def store(self, k: torch.Tensor, v: torch.Tensor, layer: LayerAttention, metadata: AttentionMetadata) -> bool:
@@ -121,7 +123,8 @@ class TritonAttention(AttentionBackend):
         stored: bool = False,
     ) -> BoundAttention:
         # A plain launch is enough: nobody records a break. The emulated device sees the writes of operators only.
-        if not (stored and q.is_cuda and q.stride(-1) == 1 and q.shape[0]):
+        is_launch = stored and q.is_cuda and q.shape[0] > 0 and q.stride(-1) == 1 and out.stride(-1) == 1
+        if not is_launch or type(self).forward is not TritonAttention.forward:
             return super().bound(q, k, v, layer, out, stored)
         kv = self.kv
 

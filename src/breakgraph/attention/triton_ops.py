@@ -185,8 +185,8 @@ def store(
 class VarlenCall:
     """Attention of any number of queries a request over what is stored: one layer, on tensors that stay where they are.
 
-    What they decide is worked out here, what the requests decide at each call. The columns of a head are one piece, and
-    there is a row at least.
+    What their shapes and the places of `q` and `out` decide is worked out here, the rest at each call. The columns of a
+    head are one piece, and there is a row at least.
     """
 
     def __init__(
@@ -207,9 +207,11 @@ class VarlenCall:
         per_sm = num_rows * num_heads / device.num_sms
         tile = varlen_tile(padded(head_dim) + padded(v_head_dim), group, q.dtype, device.large, per_sm, short)
         constants = num_kv_heads, group, head_dim, v_head_dim, block_size, window is not None, softcap is not None
+        self._caches, self._sinks = (key_cache, value_cache), q if sinks is None else sinks
+        dtypes = key_cache.dtype, value_cache.dtype, self._sinks.dtype
         self._launch = _LAUNCH_VARLEN.on(
-            (q.device, tile, sinks is not None, *constants),
-            (out, q, key_cache, value_cache, None, None, None, q if sinks is None else sinks),
+            (q.device, tile, *dtypes, sinks is not None, *constants),
+            (out, q, None, None, None, None, None, None),
             (*q.stride()[:2], *out.stride()[:2]),
             _varlen_options(tile, sinks is not None, *constants),
         )
@@ -218,11 +220,11 @@ class VarlenCall:
         self._last_numbers = window or 0, float(scale), float(softcap or 0.0)
 
     def __call__(self, tables: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor) -> None:
-        """Fills `out`, for requests as :class:`RequestTensors` has them."""
+        """Fills `out`, for requests as :class:`RequestTensors` has them, int32."""
         num_reqs = starts.shape[0] - 1
         self._launch(
             (self._num_kv_heads * (self._num_tiles + num_reqs), 1, 1),
-            (tables, seq_lens, starts),
+            (*self._caches, tables, seq_lens, starts, self._sinks),
             (num_reqs, self._num_rows, tables.stride(0), *self._last_numbers),
         )
 

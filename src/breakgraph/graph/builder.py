@@ -18,7 +18,6 @@ from breakgraph.errors import (
     StalePoolTensorError,
     UncapturableOpError,
 )
-from breakgraph.graph.bound import bind_call
 from breakgraph.graph.boundary import ResultStore, view_of
 from breakgraph.graph.device import Block, CaptureSession, Device, Pool, Segment
 from breakgraph.graph.eager_break import BreakSpec, run_plain
@@ -275,8 +274,7 @@ class CaptureBuilder:
         given = tuple(tree_map(bind, value, name) for name, value in zip(names, args, strict=True))
         named = {name: tree_map(bind, value, name) for name, value in kwargs.items()}
         mutated = spec.mutated(given, named)
-        bound = bind_call(spec, given, named, self._device, self._ops)
-        return EagerStep(self._device, self._pool, spec, fn, given, named, tensors, mutated, bound)
+        return EagerStep(self._device, self._pool, spec, fn, given, named, tensors, mutated)
 
     def _bind_tensor(self, tensor: torch.Tensor, path: str, spec: BreakSpec) -> torch.Tensor:
         if is_scattered(tensor):

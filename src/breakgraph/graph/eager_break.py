@@ -65,7 +65,7 @@ class BreakSpec:
         signature: Of the function as it is called.
         always: Whether it is a break also in captures that record marked calls.
         reason: Why it was made a break, where nobody marked it.
-        bind: From the arguments of a captured call to what runs in its place.
+        bind: See :class:`BoundBreak`.
     """
 
     name: str
@@ -175,7 +175,6 @@ class EagerBreak:
         name: str | None = None,
         always: bool = False,
         reason: str = "",
-        bind: Callable[..., Callable[[], Tree]] | None = None,
     ) -> None:
         if isinstance(fn, staticmethod | classmethod):
             raise ConfigError(f"put @{type(fn).__name__} above @eager_on_graph, which marks the function itself")
@@ -186,7 +185,7 @@ class EagerBreak:
         functools.update_wrapper(self, fn)
         self.fn = fn
         shown = name or getattr(fn, "__qualname__", repr(fn)).replace("<locals>.", "")
-        self.spec = BreakSpec(shown, tuple(mutates), valid_rows, row_dim, signature, always, reason, bind)
+        self.spec = BreakSpec(shown, tuple(mutates), valid_rows, row_dim, signature, always, reason)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tree:
         return _call(self.spec, self.fn, args, kwargs)
@@ -208,10 +207,25 @@ class MarkedFunction(EagerBreak):
         if self._method_spec is None:
             _, *parameters = self.spec.signature.parameters.values()
             self._method_spec = replace(self.spec, signature=self.spec.signature.replace(parameters=parameters))
-        spec = self._method_spec
-        if spec.bind is not None:
-            spec = replace(spec, bind=functools.partial(spec.bind, instance))
-        return _MethodBreak(spec, functools.partial(self.fn, instance))
+        return _MethodBreak(self._method_spec, functools.partial(self.fn, instance))
+
+
+class BoundBreak(EagerBreak):
+    """A marked function whose work on its arguments is done once for each captured call.
+
+    Not for users: nothing looks at what ``bind`` reads. What it keeps of a tensor's values, of a weight or of random
+    numbers is the capture's for good.
+
+    Args:
+        bind: Gets the arguments of a captured call. What it gives is called in place of the function, without any, by
+            the capture and by every replay, and has to do the same.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Tree], bind: Callable[..., Callable[[], Tree]], mutates: Sequence[str] = ()
+    ) -> None:
+        super().__init__(fn, mutates=mutates)
+        self.spec = replace(self.spec, bind=bind)
 
 
 class _MethodBreak:
@@ -238,11 +252,7 @@ def eager_on_graph(fn: Callable[..., Tree]) -> MarkedFunction: ...
 
 @overload
 def eager_on_graph(
-    *,
-    mutates: Sequence[str] = (),
-    valid_rows: Callable[[], int] | None = None,
-    row_dim: int = 0,
-    bind: Callable[..., Callable[[], Tree]] | None = None,
+    *, mutates: Sequence[str] = (), valid_rows: Callable[[], int] | None = None, row_dim: int = 0
 ) -> Callable[[Callable[..., Tree]], MarkedFunction]: ...
 
 
@@ -252,7 +262,6 @@ def eager_on_graph(
     mutates: Sequence[str] = (),
     valid_rows: Callable[[], int] | None = None,
     row_dim: int = 0,
-    bind: Callable[..., Callable[[], Tree]] | None = None,
 ) -> MarkedFunction | Callable[[Callable[..., Tree]], MarkedFunction]:
     """Mark a function or method as an eager break.
 
@@ -263,15 +272,11 @@ def eager_on_graph(
         valid_rows: Called at every run; the number of live rows of this step. Later rows are zeroed. Capture with all
             rows live.
         row_dim: The dimension those rows are counted along.
-        bind: Called once for each captured call, with its arguments, a :class:`Live` as itself; what it gives is called
-            in place of the function, without arguments, by the capture and by every replay, and has to do the same. For
-            work on arguments that stay where they are, which a replay then need not do again. It may take views of
-            them; computing from what they hold is refused.
 
     Raises:
         UnknownNameError: ``mutates`` names no parameter.
     """
-    mark = functools.partial(MarkedFunction, mutates=mutates, valid_rows=valid_rows, row_dim=row_dim, bind=bind)
+    mark = functools.partial(MarkedFunction, mutates=mutates, valid_rows=valid_rows, row_dim=row_dim)
     return mark if fn is None else mark(fn)
 
 

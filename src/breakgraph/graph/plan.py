@@ -66,7 +66,6 @@ class EagerStep:
         kwargs: Mapping[str, Any],
         tensors: Sequence[torch.Tensor],
         mutated: Sequence[torch.Tensor],
-        bound: Callable[[], Tree] | None,
     ) -> None:
         self.spec = spec
         self.tensors = tensors
@@ -81,7 +80,7 @@ class EagerStep:
         self._args = args
         self._kwargs = kwargs
         self._has_live = has_live(args, kwargs)
-        self._bound = bound
+        self._bound = None if spec.bind is None else spec.bind(*args, **kwargs)
 
     def scope(self) -> AbstractContextManager[Any]:
         """What every run of the break is wrapped in."""

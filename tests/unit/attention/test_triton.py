@@ -164,10 +164,14 @@ def test_counters_start_and_end_at_zero(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("layer", ["plain", "all at once"])
 def test_a_bound_call_attends_for_every_step_and_for_the_cache_of_now(layer: str) -> None:
-    attention = TritonAttention([on_device(LAYERS[layer])])
+    told = on_device(LAYERS[layer])
+    told = told if told.sinks is None else replace(told, sinks=told.sinks.clone())
+    attention = TritonAttention([told])
     call = None
     for seed, (q_lens, cached_lens) in enumerate([([9], [0]), ([1, 1, 5, 2], [20, 3, 9, 2]), ([4, 5], [30, 0])]):
-        batch = batch_of(LAYERS[layer], q_lens=q_lens, cached_lens=cached_lens, dtype=HALF, seed=seed)
+        if told.sinks is not None:
+            told.sinks.data = torch.randn_like(told.sinks)  # elsewhere, as when weights are exchanged
+        batch = batch_of(told, q_lens=q_lens, cached_lens=cached_lens, dtype=HALF, seed=seed)
         attention.bind(batch.kv)
         if call is None:
             q, out = batch.q.clone(), torch.empty(*batch.q.shape[:2], batch.layer.v_head_dim, dtype=HALF, device=DEVICE)
@@ -178,6 +182,23 @@ def test_a_bound_call_attends_for_every_step_and_for_the_cache_of_now(layer: str
         out.fill_(torch.nan)
         call(attention.plan(batch.step))
         assert (out.double() - batch.expected()).abs().max() < TOLERANCE[HALF]
+
+
+def test_a_bound_call_is_that_of_a_subclass() -> None:
+    class Negated(TritonAttention):
+        def forward(self, *args: object, **kwargs: object) -> None:
+            super().forward(*args, **kwargs)  # type: ignore[arg-type]
+            args[5].neg_()  # type: ignore[attr-defined]
+
+    batch = batch_of(PLAIN, q_lens=[3, 2], cached_lens=[0, 4])
+    outs = []
+    for kind in (TritonAttention, Negated):
+        attention, out = kind([PLAIN]), torch.empty_like(batch.q)
+        attention.bind(batch.kv)
+        triton_ops.store(batch.k, batch.v, batch.step.slot_mapping_gpu, None, batch.kv.key[0], batch.kv.value[0])
+        attention.bound(batch.q, batch.k, batch.v, PLAIN, out, stored=True)(attention.plan(batch.step))
+        outs.append(out)
+    assert torch.equal(outs[0], -outs[1])
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
