@@ -13,26 +13,20 @@ from breakgraph.attention.step import current_step
 from breakgraph.graph.eager_break import BoundBreak
 from breakgraph.graph.tracing import TracePlace, Untraced
 
-_MOST_BOUND = 8
-"""Implementations that a captured call goes on knowing."""
-
 
 def _bind(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_id: int, stored: bool = False
 ) -> Callable[[], None]:
     """`attend` for one captured call. Which implementation attends is the step's matter."""
-    calls: dict[int, tuple[AttentionBackend, BoundAttention]] = {}
+    calls: dict[AttentionBackend, BoundAttention] = {}
 
     def run() -> None:
         metadata = current_step()
         backend = metadata.backend
-        found = calls.get(id(backend))
-        if found is None:
-            if len(calls) >= _MOST_BOUND:
-                calls.clear()
-            found = backend, backend.bound(q, k, v, backend.layers[layer_id], out, stored)
-            calls[id(backend)] = found
-        found[1](metadata)
+        call = calls.get(backend)
+        if call is None:
+            call = calls[backend] = backend.bound(q, k, v, backend.layers[layer_id], out, stored)
+        call(metadata)
 
     return run
 

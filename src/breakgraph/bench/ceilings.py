@@ -92,8 +92,8 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     for size in _MATRIX_SIZES:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
         out = torch.empty_like(a)
-        time = gpu_ms(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device)  # type: ignore[misc]
-        products.append(2 * size**3 / time / 1e9)
+        ms = gpu_ms(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device)  # type: ignore[misc]
+        products.append(2 * size**3 / ms / 1e9)
     torch.cuda.empty_cache()
     return Ceilings(max(copies), max(products), _launch_us(device), dtype)
 

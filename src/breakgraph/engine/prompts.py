@@ -80,7 +80,5 @@ def _check_unicode(text: str) -> None:
 
 def _are_ints(values: Sequence[object]) -> bool:
     """By type, of which there are few. Arrays of one element have an index too."""
-    return all(
-        issubclass(kind, SupportsIndex) and not issubclass(kind, bool | Sized)
-        for kind in set(map(type, values))
-    )
+    kinds = set(map(type, values))
+    return all(issubclass(kind, SupportsIndex) and not issubclass(kind, bool | Sized) for kind in kinds)

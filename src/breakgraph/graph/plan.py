@@ -30,6 +30,11 @@ StepScope = Callable[[str], AbstractContextManager[object]]
 """From a step's name to what its launch is wrapped in."""
 
 
+def _call_resolved(fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tree:
+    args, kwargs = resolved(args, kwargs)
+    return fn(*args, **kwargs)
+
+
 class GraphStep:
     """One captured segment."""
 
@@ -76,11 +81,14 @@ class EagerStep:
         self.results: ResultStore | None = None
         self._device = device
         self._pool = pool
-        self._fn = fn
         self._args = args
         self._kwargs = kwargs
-        self._has_live = has_live(args, kwargs)
-        self._bound = None if spec.bind is None else spec.bind(*args, **kwargs)
+        if spec.bind is not None:
+            self._invoke = spec.bind(*args, **kwargs)
+        elif has_live(args, kwargs):
+            self._invoke = partial(_call_resolved, fn, args, kwargs)
+        else:
+            self._invoke = partial(fn, *args, **kwargs)
 
     def scope(self) -> AbstractContextManager[Any]:
         """What every run of the break is wrapped in."""
@@ -95,18 +103,12 @@ class EagerStep:
 
     def _call_joined(self) -> Tree:
         if not self.side_streams:
-            return self._call_here()
+            return self._invoke()
         self._device.fork(self.side_streams)
         try:
-            return self._call_here()
+            return self._invoke()
         finally:
             self._device.join(self.side_streams)
-
-    def _call_here(self) -> Tree:
-        if self._bound is not None:
-            return self._bound()
-        args, kwargs = resolved(self._args, self._kwargs) if self._has_live else (self._args, self._kwargs)
-        return self._fn(*args, **kwargs)
 
     def run(self) -> None:
         """Run the function and hand its result on."""

@@ -25,8 +25,6 @@ _WHERE = {
 }
 """By kind of benchmark and name."""
 _PACKAGES = {"torch.compile": "torch", "transformers": "transformers", "vllm": "vllm"}
-
-
 _GRACE_SEC = 5.0
 """For a peer to end by itself when the user has interrupted the benchmark."""
 
